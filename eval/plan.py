@@ -32,6 +32,8 @@ def main() -> None:
     if command.measure < 0:
         raise UserError(f"--measure {command.measure}: give a number of candidates to decode with, or 0 for none")
     if command.precisions:
+        if command.measure or command.calibrate:
+            raise UserError("--precisions measures the target alone; run it apart from --measure and --calibrate")
         from draftsmith.eval.planner import precisions
 
         return precisions.main(command.recipe, command.plan)

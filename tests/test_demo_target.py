@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from docs.study.make_demo_target import grow, llama_config
+from draftsmith.recipes.errors import UserError
 
 
 def test_a_grown_target_computes_the_same_and_learns_with_all_layers() -> None:
@@ -22,7 +23,7 @@ def test_a_grown_target_computes_the_same_and_learns_with_all_layers() -> None:
         assert "norm" in name or not torch.equal(weight, untouched.get_parameter(name)), name
 
     for layers, inner_width in ((4, 96), (2, 128)):
-        with pytest.raises(SystemExit, match="of the same widths, and of a half"):
+        with pytest.raises(UserError, match="of the same widths, and of a half"):
             grow(deep, LlamaForCausalLM(llama_config(40, layers, 64, inner_width)))
     deep(tokens_BT).logits.logsumexp(-1).sum().backward()
     for name, weight in deep.named_parameters():

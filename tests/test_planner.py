@@ -422,6 +422,7 @@ def test_answers_that_cannot_serve_are_refused_before_anything_is_loaded(
         (["data.conversations=nowhere.jsonl"], "eval.planner.answers: not given, and there are no conversations in"),
         (["eval.planner.candidates=[{nodes: 600}]"], "600 nodes"),
         (["--measure", "-1"], "--measure -1: .* or 0 for none"),
+        (["--precisions", "--calibrate", "svip"], "--precisions measures the target alone"),
         (["eval.planner.context=5000"], "eval.planner.context: 5,000 tokens, but the target has 512 positions.* to"),
         (["--measure", "1", "eval.prompts=null"], "--measure decodes eval.prompts, which is not given"),
         (["eval.drafter=nowhere"], "no drafter here"),

@@ -25,7 +25,6 @@ from docs.study.cells import (
     ARMS,
     C2T_SETTINGS,
     CHAIN,
-    FED,
     LONG,
     LONGER,
     MAIN,
@@ -88,7 +87,7 @@ def test_a_cell_comes_behind_what_it_needs_and_a_family_searches_once() -> None:
         assert seen.issuperset(cell.needs), cell.name
         seen.add(cell.name)
     rates = [name for name in seen if name.startswith("rate/")]
-    families, longer = {arm.family for arm in ARMS.values()}, {ARMS[arm].family for arm in (*LONG, *FED)}
+    families, longer = {arm.family for arm in ARMS.values()}, {ARMS[arm].family for arm in LONG}
     assert len(rates) == len(RATES) * (len(families) + len(longer))
 
 

@@ -183,13 +183,21 @@ def test_cells_that_have_not_run_are_shown_so_and_nothing_is_made_up(lines: dict
         rows = study_report.claims(Found({**lines, "c2t/eagle2": line}))
         return [row.split(" | ", 2)[2] for row in rows[-4:-2]]
 
-    def of_seeds(*shares: float) -> str:
+    def of_seeds(*shares: float | None) -> str:
+        """None: the curve does not reach the tau of EAGLE-2's tree of 100, but that of 8."""
+        shown: list[dict[str, Any]] = [
+            beyond | {"beyond": "above"} if x is None else {"share": x, "share_interval": [x - 0.1, x + 0.1]}
+            for x in shares
+        ]
         of_many: dict[str, Any] = {
             many_trees_name("eagle2", seed): {
-                "at_equal_tau": [at_100 | {"curve": C2T_CURVES[1], "share": x, "share_interval": [x - 0.1, x + 0.1]}],
+                "at_equal_tau": [
+                    at_100 | {"curve": C2T_CURVES[1]} | row,
+                    at_8 | {"curve": C2T_CURVES[1], "share": 0.5, "share_interval": [0.4, 0.6]},
+                ],
                 "points": [],
             }
-            for seed, x in enumerate(shares)
+            for seed, row in enumerate(shown)
         }
         found = Found({**lines, **of_many})
         row = next(row for row in study_report.c2t(found) if "ten times" in row)
@@ -201,6 +209,8 @@ def test_cells_that_have_not_run_are_shown_so_and_nothing_is_made_up(lines: dict
     assert of_seeds(0.8, 0.81, 0.95).endswith("(N = 100) | undecided |")  # over prompts
     assert of_seeds(0.5, 0.7, 0.89).endswith("(N = 100) | undecided |")  # over seeds
     assert of_seeds(1.2, 1.21, 1.22).endswith("(N = 100) | opposite |")
+    # A seed that falls short is not judged at a smaller tree, where all do well.
+    assert of_seeds(1.2, None, 1.3).endswith("], not reached, 1.30 [1.20, 1.40] (N = 100) | no interval |")
 
     judged = {"at_equal_tau": equal, "points": points}
     assert claimed(judged) == [

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,16 @@ def test_changed_vocabulary_or_data_under_a_checkpoint_is_refused(recipe_path: P
         train(recipe_path)
 
 
-def test_changed_settings_under_a_checkpoint_are_refused(recipe_path: Path) -> None:
-    """Else the drafter's recipe.yaml would say what was not done."""
+def test_changed_settings_under_a_checkpoint_are_refused(recipe_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else the drafter's recipe.yaml would say what was not done. A plan says so before the target is loaded."""
     train(recipe_path)
-    with pytest.raises(UserError, match=r"train\.learning_rate: the checkpoint has 0\.003, this run has 0\.1"):
+    changed = r"train\.learning_rate: the checkpoint has 0\.003, this run has 0\.1"
+    with pytest.raises(UserError, match=changed):
         train(recipe_path, "train.learning_rate=0.1")
+    train(recipe_path, "train.learning_rate=0.1", "--plan")
+    assert re.search(rf"CANNOT WORK: .* belongs to another run \({changed}\)", capsys.readouterr().out)
+    train(recipe_path, "train.max_steps=8", "--plan")
+    assert "CANNOT WORK" not in capsys.readouterr().out
     with pytest.raises(UserError, match=r"beyond the 2 steps of this recipe"):
         train(recipe_path, "train.max_steps=2")
     with pytest.raises(UserError, match=r"target\.dtype: the checkpoint has 'float32', this run has 'bfloat16'"):

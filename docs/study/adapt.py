@@ -1,9 +1,9 @@
-"""Adapt the demo's drafter to a fine-tuned target: tau of the old, the LoRA-adapted and the fully trained drafter.
+"""Adapt the study's drafter to a fine-tuned target: tau of the old, the LoRA-adapted and the fully trained drafter.
 
     draftsmith run docs/study/study.yaml                  # first: the drafter to adapt, in runs/study-demo
     OMP_NUM_THREADS=1 python -m docs.study.adapt          # everything, into runs/adapt; prints the table
 
-The demo's target writes code. Here a LoRA teaches it another kind of question, to document a function, from the
+The study's target writes code. Here a LoRA teaches it another kind of question, to document a function, from the
 docstrings of the standard library's training modules. The fine-tuned target answers questions about these modules, and
 the old drafter is trained on its answers in two ways for equal CPU time: LoRA alone, and all weights. All drafters are
 measured on questions about held-out modules. A stopped study resumes where it was.
@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith.recipes.prompts.stdlib import parsed_files, split_of
 
 TARGET = "docs/study/target"
-DOCSTRING_CHARACTERS = (80, 320)  # as long as the demo's answers
+DOCSTRING_CHARACTERS = (80, 320)  # as long as the study's answers
 MOST_QUESTION_CHARACTERS = 600
-# Peak learning rates, not searched: the demo's for LoRA, half of it for trained weights.
+# Peak learning rates, not searched: the study's for LoRA, half of it for trained weights.
 METHODS: dict[str, dict[str, Any]] = {
     "LoRA": {"learning_rate": 4e-3, "lora": {"r": 16, "alpha": 32}},
     "all weights": {"learning_rate": 2e-3, "lora": None},
@@ -103,7 +103,7 @@ def fine_tune(place: Path, steps: int, rows: int = 8) -> None:
 
 
 def recipe(place: Path, name: str, demo: Path, **train: Any) -> Path:
-    """The demo's recipe with the adapter, the new questions, and `output_dir` place/name."""
+    """The study's recipe with the adapter, the new questions, and `output_dir` place/name."""
     content = yaml.safe_load(Path("docs/study/study.yaml").read_text())
     content["output_dir"] = str(place / name)
     content["target"]["adapter"] = str(place / "adapter")

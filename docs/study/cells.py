@@ -22,7 +22,7 @@ RECIPE = "docs/study/study.yaml"
 DEMO = "recipes/demo.yaml"  # of the demo's target, which is deeper
 STEPS = 600
 DEMO_STEPS = 2400  # for the demo's target
-LONGER = (1200, 2400, 4800)  # of the arms of LONG, by the best rate of the first of these, from stored states
+LONGER = (1200, 2400, 4800)  # by the best rate of the first of these, from stored states
 UNROLL = 6  # steps, and positions shared among specialists
 SEEDS = (0, 1, 2)
 VALIDATION = 48  # conversations, the same for every size of data
@@ -180,8 +180,7 @@ SPEED_PROMPTS = 60
 MORE_ANSWERS = "more-answers"  # of the study's target, to questions that its recipe does not ask
 SAMPLED = 100  # held-out prompts to answer at temperature 1
 SCALED = ("eagle3", "eagle2")  # arms of the data figure
-LONG = ("eagle2", "eagle3", "eagle3.1", "poss2")
-FED = ("eagle2", "eagle3.1")  # arms of MORE, for LONGER[1] steps
+LONG = ("eagle2", "eagle3", "eagle3.1", "poss2")  # arms of LONGER, and of MORE for LONGER[1] steps
 CAPTURED = ("eagle2", "eagle3")  # arms that together read all states which any arm reads
 MANY_TREES = 480  # conversations, ten times the study's: none that a drafter of ALL has learnt
 # (epochs, learning rate) of the classifier of so many trees
@@ -361,7 +360,7 @@ def cells(lines: Lines) -> list[Cell]:
     search = c2t_search_name("eagle2")
     add(Cell(search, "c2t-search", 3000, (MORE_ANSWERS, "data", drafter_name("eagle2")), "eagle2"))
     for seed in SEEDS:
-        needs = (search, "answers", *((MORE_ANSWERS, "data", drafter_name("eagle2", seed=seed)) if seed else ()))
+        needs = search, "answers", MORE_ANSWERS, "data", drafter_name("eagle2", seed=seed)
         add(Cell(many_trees_name("eagle2", seed), "c2t", 1500, needs, "eagle2", seed=seed))
     for seed in SEEDS:
         for steps in LONGER:
@@ -369,7 +368,7 @@ def cells(lines: Lines) -> list[Cell]:
                 drafter(arm, ALL, seed, steps)
     for seed in SEEDS:
         for size in MORE:
-            for arm in FED:
+            for arm in LONG:
                 drafter(arm, size, seed, LONGER[1])
     for seed in SEEDS:
         for arm in ("eagle3", *LOSSES):

@@ -26,6 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith.recipes.command.cli import run
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
 from draftsmith.recipes.prompts.stdlib import (
     KINDS,
@@ -80,7 +82,7 @@ def grow(deep: Any, shallow: Any) -> None:
     times, rest = divmod(len(deep.model.layers), len(shallow.model.layers))
     widths = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
     if rest or not times or any(getattr(deep.config, key) != getattr(shallow.config, key) for key in widths):
-        raise SystemExit("--grow-from: name a target of the same widths, and of a half, a third ... of --layers")
+        raise UserError("--grow-from: name a target of the same widths, and of a half, a third ... of --layers")
     for i, layer in enumerate(deep.model.layers):
         layer.load_state_dict(shallow.model.layers[i // times].state_dict())
         if i % times:
@@ -312,7 +314,7 @@ def learn(
             loss = loss_of(step)
         if not math.isfinite(loss.item()):
             where = f"step {step} of stage {stage}" if stage else f"step {step}"
-            raise SystemExit(f"loss is {loss.item()} at {where}: lower --learning-rate")
+            raise UserError(f"loss is {loss.item()} at {where}: lower --learning-rate")
         optimizers.step(loss, rate_scale(step, steps))
         step += 1
         seconds += time.perf_counter() - began
@@ -373,6 +375,8 @@ def main() -> None:
     parser.add_argument("--measure-prompts", type=int, default=400, help="held-out questions asked at the end")
     args = parsed(parser)
 
+    if args.grow_from and not (args.grow_from / "config.json").exists():
+        raise UserError(f"--grow-from: no target in {args.grow_from}")
     library, tests = training_functions()
     long = LONG_ANSWER_CHARACTERS
     library_documents = [c for f in library for kind in KINDS if (c := conversation_of(f, kind, long))]
@@ -428,4 +432,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -25,7 +25,6 @@ from docs.study.cells import (
     CHAIN,
     CUTS,
     DEMO_STEPS,
-    FED,
     LONG,
     LONGER,
     LONGEST_ANSWER,
@@ -52,15 +51,15 @@ from docs.study.cells import (
     speed_name,
 )
 from docs.study.numbers import Estimate, Found, over_seeds
-from docs.study.plots import C2T_CURVES, C2T_WORDS, CORPORA, OF_SIZES, PLOT_SECTIONS, plots
+from docs.study.plots import C2T_CURVES, C2T_WORDS, CORPORA, OF_SIZES, PLOT_SECTIONS, PLOTTED, plots
 from docs.study.run import RESULTS, read_lines
 from draftsmith.eval.page.drawing import write_png
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import atomic_path
+from draftsmith.recipes.files.atomic import atomic_path, atomic_write
 
 DOC, PLOTS = Path("docs/results.md"), Path("docs/study")
-NOT_RUN = "not run"
+NOT_RUN, NOT_REACHED = "not run", "not reached"
 LEVEL = 5  # compared with the first step
 FR_SPEC_KEPT = 0.98  # of tau with half the vocabulary (FR-Spec, table 1)
 # (arm, the arm that it is compared with)
@@ -73,14 +72,16 @@ COMPARED = (
     *(("poss2-eagle3-whole", "poss2-eagle3"), ("poss2-eagle3-whole", "eagle3")),
     *(("matched-eagle3", "eagle3"), ("poss2-eagle3", "matched-eagle3")),
     *(("losses-of-eagle3", "eagle2"), ("losses-of-eagle3", "eagle3"), ("eagle3-norm", "eagle3")),
+    ("losses-of-eagle3", "hass-no-top10"),
     *(("eagle3.1", base) for base in ("eagle3", "eagle2", "hass-no-top10", "hass2-no-top10", "poss2")),
     *(("fc-norm", "eagle3"), ("norm-output", "eagle3"), ("poss2-eagle3.1", "eagle3.1")),
     *((arm, "eagle3-further") for arm in ("poss2-further", "poss2-further-0.9", "poss2-further-whole")),
     ("poss2-further-whole", "poss2-further-0.9"),
     *((f"hass-top10-{weight}", "hass-no-top10") for weight in ("0.3", "0.1", "0.03")),
 )
+UNREPORTED = "not reported"
 LONG_CONTEXT = "up to twice as much at long context (arXiv 2605.09992)"
-SIX_STEPS = "HASS without the top-10 loss needs six steps, not two"
+SIX_STEPS = "Six unroll steps beat two for HASS without the top-10 loss"
 TWO_STEPS = "EAGLE-3.1 beats HASS without the top-10 loss, two steps"
 # (claim, finding of the paper or its reviewers, arm, the arm that it beats)
 CLAIMS = (
@@ -90,7 +91,7 @@ CLAIMS = (
     ("PosS-1 beats HASS", "+2.1 % of speed over all (Llama-3-8B), +0.3 % (Llama-2-13B)", "poss1", "hass"),
     ("PosS-2 beats HASS", "as above", "poss2", "hass"),
     ("PosS-3 beats HASS", "as above", "poss3", "hass"),
-    ("PosS-2 beats HASS without the top-10 loss, which PosS lacks", "not reported", "poss2", "hass-no-top10"),
+    ("PosS-2 beats HASS without the top-10 loss, which PosS lacks", UNREPORTED, "poss2", "hass-no-top10"),
     ("PosS-2 beats one layer of as many parameters", "asked for by reviewers", "poss2", "matched"),
     ("PosS-3 over EAGLE-3 beats EAGLE-3, detached", "about +10 %, not detached", "poss3-eagle3", "eagle3"),
     ("PosS-2 over EAGLE-3 beats EAGLE-3, not detached", "as above", "poss2-eagle3-whole", "eagle3"),
@@ -102,30 +103,36 @@ CLAIMS = (
     ),
     ("The same, steps weighted by 0.9^k, detached", "as above", "poss2-further-0.9", "eagle3-further"),
     ("The same, steps weighted by 0.9^k, not detached", "as above", "poss2-further-whole", "eagle3-further"),
-    ("PosS-2 over EAGLE-3 beats one layer of as many parameters", "not reported", "poss2-eagle3", "matched-eagle3"),
-    ("EAGLE-1's layer learns better by EAGLE-3's losses than by its own", "not reported", "losses-of-eagle3", "eagle2"),
-    ("EAGLE-1's layer, by EAGLE-3's losses, beats EAGLE-3", "not reported", "losses-of-eagle3", "eagle3"),
-    ("The target's final norm before EAGLE-3's head helps", "not reported", "eagle3-norm", "eagle3"),
+    ("PosS-2 over EAGLE-3 beats one layer of as many parameters", UNREPORTED, "poss2-eagle3", "matched-eagle3"),
+    (
+        "EAGLE-1's layer learns better by EAGLE-3's losses than by its own",
+        UNREPORTED,
+        "losses-of-eagle3",
+        "hass-no-top10",
+    ),
+    ("EAGLE-1's layer, by EAGLE-3's losses, beats EAGLE-2", UNREPORTED, "losses-of-eagle3", "eagle2"),
+    ("EAGLE-1's layer, by EAGLE-3's losses, beats EAGLE-3", UNREPORTED, "losses-of-eagle3", "eagle3"),
+    ("The target's final norm before EAGLE-3's head helps", UNREPORTED, "eagle3-norm", "eagle3"),
     ("EAGLE-3.1's norms help EAGLE-3", LONG_CONTEXT, "eagle3.1", "eagle3"),
-    ("EAGLE-3.1 beats EAGLE-2", "not reported", "eagle3.1", "eagle2"),
-    ("EAGLE-3.1 beats PosS-2", "not reported", "eagle3.1", "poss2"),
-    ("PosS-2 over EAGLE-3.1 beats EAGLE-3.1, detached", "not reported", "poss2-eagle3.1", "eagle3.1"),
+    ("EAGLE-3.1 beats EAGLE-2", UNREPORTED, "eagle3.1", "eagle2"),
+    ("EAGLE-3.1 beats PosS-2", UNREPORTED, "eagle3.1", "poss2"),
+    ("PosS-2 over EAGLE-3.1 beats EAGLE-3.1, detached", UNREPORTED, "poss2-eagle3.1", "eagle3.1"),
     *(
         (f"A top-10 loss of weight {weight} helps HASS", "published with weight 1", arm, "hass-no-top10")
         for weight, arm in (("0.3", "hass-top10-0.3"), ("0.1", "hass-top10-0.1"), ("0.03", "hass-top10-0.03"))
     ),
-    (SIX_STEPS, "not reported", "hass-no-top10", "hass2-no-top10"),
-    (TWO_STEPS, "not reported", "eagle3.1", "hass2-no-top10"),
+    (SIX_STEPS, UNREPORTED, "hass-no-top10", "hass2-no-top10"),
+    (TWO_STEPS, UNREPORTED, "eagle3.1", "hass2-no-top10"),
 )
 # The same, of the demo's deeper target.
 DEMO_CLAIMS = (
     ("EAGLE-3 beats EAGLE-2", CLAIMS[2][1], "eagle3", "eagle2"),
     ("EAGLE-3.1's norms help EAGLE-3", LONG_CONTEXT, "eagle3.1", "eagle3"),
-    ("EAGLE-3.1 beats EAGLE-2", "not reported", "eagle3.1", "eagle2"),
-    (TWO_STEPS, "not reported", "eagle3.1", "hass2-no-top10"),
-    (SIX_STEPS, "not reported", "hass-no-top10", "hass2-no-top10"),
-    ("PosS-2 beats HASS without the top-10 loss", "not reported", "poss2", "hass-no-top10"),
-    ("EAGLE-3.1 beats PosS-2", "not reported", "eagle3.1", "poss2"),
+    ("EAGLE-3.1 beats EAGLE-2", UNREPORTED, "eagle3.1", "eagle2"),
+    (TWO_STEPS, UNREPORTED, "eagle3.1", "hass2-no-top10"),
+    (SIX_STEPS, UNREPORTED, "hass-no-top10", "hass2-no-top10"),
+    ("PosS-2 beats HASS without the top-10 loss", UNREPORTED, "poss2", "hass-no-top10"),
+    ("EAGLE-3.1 beats PosS-2", UNREPORTED, "eagle3.1", "poss2"),
 )
 CHAIN_CALLS, TREE_CALLS = "chain, {} calls", "eagle2, top_k 10, {} calls"  # names in eval/plan.py's timings
 # (the paper's share, EAGLE-2's N for our verdict)
@@ -158,7 +165,7 @@ def main() -> None:
     sections = {name: "\n".join(make(found)) for name, make in SECTIONS.items()} | dict.fromkeys(PLOT_SECTIONS, NOT_RUN)
     sections |= {f"plot-{plot.name}": f"![{plot.title}]({folder}/{plot.name}.png)" for plot in drawn}
     filled, missing = fill(text, sections)
-    options.doc.write_text(filled, encoding="utf-8")
+    atomic_write(options.doc, filled)
     print(f"written: {options.doc}{''.join(f'; no marker for {name}' for name in missing)}")
     for plot in drawn:
         place = options.plots / f"{plot.name}.png"
@@ -332,10 +339,13 @@ def claims(found: Found) -> list[str]:
         gains.append((f"{claim}, on the demo's target", paper, found.demo.ratio(arm, base, steps=DEMO_STEPS)))
     for steps, arm in itertools.product(LONGER, LONG[1:]):
         claim = f"{ARMS[arm].name} beats EAGLE-2, after {steps:,} steps"
-        gains.append((claim, "not reported", found.ratio(arm, "eagle2", steps=steps)))
-    for size, times in zip(MORE, ("twice", "four times"), strict=True):
-        claim = f"{ARMS[FED[1]].name} beats {ARMS[FED[0]].name}, after {LONGER[1]:,} steps on {times} the data"
-        gains.append((claim, "not reported", found.ratio(*FED[::-1], sizes=(size, size), steps=LONGER[1])))
+        gains.append((claim, UNREPORTED, found.ratio(arm, "eagle2", steps=steps)))
+    claim = f"EAGLE-3.1's norms help EAGLE-3, after {LONGER[1]:,} steps"
+    gains.append((claim, LONG_CONTEXT, found.ratio("eagle3.1", "eagle3", steps=LONGER[1])))
+    times = dict(zip(MORE, ("twice", "four times"), strict=True))
+    for size, arm in itertools.product(MORE, LONG[1:]):
+        claim = f"{ARMS[arm].name} beats EAGLE-2, after {LONGER[1]:,} steps on {times[size]} the data"
+        gains.append((claim, UNREPORTED, found.ratio(arm, "eagle2", sizes=(size, size), steps=LONGER[1])))
     rows = [[claim, paper, in_percent(ratio), verdict(ratio)] for claim, paper, ratio in gains]
     both = "; ".join(
         f"{ARMS[arm].name} {in_percent(found.ratio(arm, arm, sizes=(ALL, 1)))}" for arm in ("eagle3", "eagle2")
@@ -370,24 +380,19 @@ def claims(found: Found) -> list[str]:
 
 
 def _c2t_judged(lines: Sequence[Mapping[str, Any]], planned: int, curve: str, nodes: int) -> tuple[str, str]:
-    """(shares, verdict) compared with EAGLE-2's tree of `nodes`, or the largest smaller tree with a tau that
-    all curves reach, of the seeds that have run. The interval over prompts is the hull of the seeds' own."""
+    """(shares, verdict) compared with EAGLE-2's tree of `nodes`, or the largest smaller tree with a tau that a curve
+    reaches, of the seeds that have run. The interval over prompts is the hull of the seeds' own."""
     if not lines:
         return NOT_RUN, NOT_RUN
-    reached = [
-        {
-            row["eagle2_nodes"]: row
-            for row in line["at_equal_tau"]
-            if row["curve"] == curve
-            and row["eagle2_nodes"] <= nodes
-            and (row["share"] is not None or row.get("beyond") == "below")
-        }
-        for line in lines
+    judged = [
+        row for line in lines for row in line["at_equal_tau"] if row["curve"] == curve and row["eagle2_nodes"] <= nodes
     ]
-    if not (by_all := set.intersection(*map(set, reached))):
-        return "not reached", "undecided"
-    rows = [each[max(by_all)] for each in reached]
-    here = f"{', '.join(map(_share_of, rows))} (N = {max(by_all)})"
+    reached = [row for row in judged if row["share"] is not None or row.get("beyond") == "below"]
+    if not reached:
+        return NOT_REACHED, "undecided"
+    largest = max(row["eagle2_nodes"] for row in reached)
+    rows = [row for row in judged if row["eagle2_nodes"] == largest]  # one of each seed
+    here = f"{', '.join(map(_share_of, rows))} (N = {largest})"
     if len(lines) < planned:
         return here, f"unfinished: {len(lines)} of {planned} seeds"
     one = " (one seed)" * (planned == 1)
@@ -416,10 +421,10 @@ def _kept(found: Estimate) -> str:
 
 def positions(found: Found, tree: str, depth: int) -> list[str]:
     rows = []
-    for arm, about in ARMS.items():
+    for arm in PLOTTED:
         rates = found.positions(arm, tree)[:depth]
         shown = [f"{100 * rate.value:.0f} ± {max(1, round(100 * rate.half_width))}" for rate in rates]
-        rows.append([about.name, *shown, *["-" if shown else NOT_RUN] * (depth - len(shown))])
+        rows.append([ARMS[arm].name, *shown, *["-" if shown else NOT_RUN] * (depth - len(shown))])
     return table(["%", *(str(i + 1) for i in range(depth))], rows)
 
 
@@ -467,7 +472,7 @@ def fed(found: Found) -> list[str]:
     sizes = (ALL, *MORE)
     rows = [
         [ARMS[arm].name, *(_of_seeds(found.tau(arm, size=size, steps=LONGER[1]), with_interval) for size in sizes)]
-        for arm in FED
+        for arm in LONG
     ]
     head = [f"{counts.get(SIZES[ALL], 0) * size // ALL:,} conversations" for size in sizes]
     return table(["tau, tree of 60", *head], rows)
@@ -523,9 +528,9 @@ def _speed(row: Mapping[str, Any] | None) -> str:
 def endings(found: Found) -> list[str]:
     """tau along answers that ended by themselves, and along those that were cut off."""
     rows = []
-    for arm, about in ARMS.items():
+    for arm in PLOTTED:
         taus = [found.tau(arm, cut_off=cut_off) for cut_off in (False, True)]
-        rows.append([about.name, *map(with_interval, taus)])
+        rows.append([ARMS[arm].name, *map(with_interval, taus)])
     counts = ["", ""]
     if "answers" in found.lines:
         cut_off, tokens = found.cut_off(), np.array(found.lines["answers"]["tokens_by_answer"])
@@ -589,7 +594,7 @@ def _calls_at(points: Sequence[Mapping[str, Any]], curve: str, tau: float) -> st
 def _share_of(row: Mapping[str, Any]) -> str:
     """The nodes that C2T verifies at EAGLE-2's tau, as a share of EAGLE-2's."""
     if row["share"] is None:
-        return f"< {row['share_at_end']:.2f}" if row.get("beyond") == "below" else "not reached"
+        return f"< {row['share_at_end']:.2f}" if row.get("beyond") == "below" else NOT_REACHED
     if row["share_interval"] is None:
         return f"{row['share']:.2f}"
     return bracketed(row["share"], row["share_interval"])
@@ -614,7 +619,7 @@ def rates(found: Found) -> list[str]:
             others += ["EAGLE-3 by other losses"] * (family == "eagle3")
         else:
             others = [f"itself for {LONGER[1]:,} and {LONGER[2]:,} steps"]
-        rows.append([ARMS[arm].name, f"{steps:,}", ", ".join(others) or "-", "; ".join(shown)])
+        rows.append([ARMS[arm].name, f"{steps:,}", "; ".join(others) or "-", "; ".join(shown)])
     return table(["searched with", "steps", "also used by", "rate: replay tau on the validation answers"], rows)
 
 

@@ -20,6 +20,7 @@ DRAWN_POSITIONS = (
     ("positions_poss", "PosS vs. HASS, chain of 6", ("hass", "poss1", "poss2", "poss3")),
     ("positions_poss_eagle3", "PosS over EAGLE-3, chain of 6", ("eagle3", *(f"poss{n}-eagle3" for n in (1, 2, 3)))),
 )
+PLOTTED = tuple(dict.fromkeys(arm for _, _, arms in DRAWN_POSITIONS for arm in arms))
 C2T_LABELS = {  # (name in legends, colour)
     "eagle2": ("EAGLE-2 over N", "plain"),
     C2T_CURVES[0]: (f"C2T over beta, {C2T_WORDS[0]}", "s1"),

@@ -28,19 +28,21 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from docs.study.make_demo_target import llama_config
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.planner.cost_model import Costs, family, measure_costs, shape_of
 from draftsmith.models.blocked import block_layers, block_linears
-from draftsmith.models.chat import tokenizer_fingerprint
+from draftsmith.models.chat import load_config, tokenizer_fingerprint
 from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.target import Target, default_capture_layers
+from draftsmith.models.target import Target, default_capture_layers, device_name
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.command.cli import run
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection, TreeSection
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "docs/study/target"
@@ -171,16 +173,19 @@ def main() -> None:
     options = parser.parse_args()
     if options.config and options.llama_cpp:
         parser.error("--llama-cpp: leave it out with --config; it serves targets with the demo's vocabulary")
+    if options.llama_cpp and not (server := options.llama_cpp / "build/bin/llama-server").exists():
+        raise UserError(f"--llama-cpp: {server} does not exist; `make .llama.cpp/.built` builds it in .llama.cpp")
+    device = torch.device(device_name(options.device))
     columns = ["layers x width", "MB in bfloat16", "T_t, ms", "draft call / T_t"]
     columns += [*(f"T_v({nodes}) / T_t" for nodes in NODES), *DRAFTERS]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     configs = [llama_config(VOCAB, layers, width, width * 11 // 4) for layers, width in options.shapes]
     if options.config:
-        configs = [AutoConfig.from_pretrained(options.config)]
+        configs = [load_config(TargetSection(model=options.config))]
     of_llama_cpp = []
     for given in configs:
         torch.manual_seed(0)
-        model, drafter = pair_of(given, torch.device(options.device), getattr(torch, options.dtype))
+        model, drafter = pair_of(given, device, getattr(torch, options.dtype))
         layers, width, vocab = given.num_hidden_layers, given.hidden_size, given.vocab_size
         texts = torch.randint(5, vocab, (4, CONTEXT), generator=torch.Generator().manual_seed(0)).tolist()
         megabytes = 2e-6 * sum(each.numel() for each in model.parameters())
@@ -205,4 +210,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -5,14 +5,16 @@ files), measured (on this machine, now or by this run so far), assumed (the assu
 (`train.measure.dry_run`). "at most" marks an upper bound; "about" is no bound.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.capturing import free_bytes
+from draftsmith.data_gen.states.store import Store
 from draftsmith.data_gen.states.stored_target import stored_bytes
 from draftsmith.models.chat import load_config, tokenizer_fingerprint
 from draftsmith.models.costs import (
@@ -26,8 +28,10 @@ from draftsmith.models.costs import (
     target_size,
 )
 from draftsmith.models.drafters import on_meta
+from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.target import check_precision
 from draftsmith.recipes.command.launch import rank
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.measure.memory import (
@@ -42,12 +46,14 @@ from draftsmith.train.measure.memory import (
 )
 from draftsmith.train.measure.planned_run import PlannedRun, counted_data, expected_data
 from draftsmith.train.measure.step_flops import StepFlops
+from draftsmith.train.run.checkpoints import damage, list_checkpoints, read_state
 from draftsmith.train.run.initial_drafter import shape_of_run
 from draftsmith.train.run.inputs import check_start_of_recipe, read_rows, read_run_vocab
 from draftsmith.train.run.metrics_log import MetricsLog
+from draftsmith.train.run.run_identity import digests_of, run_identity
 from draftsmith.train.run.schedule import Schedule
 from draftsmith.train.run.settings import trainee_of, uses_bf16
-from draftsmith.train.run.state_sources import store_of
+from draftsmith.train.run.state_sources import store_identity, store_of
 
 # Share of a device's matrix-product rate that training reaches; the rest goes to memory traffic and launches.
 GPU_UTILISATION = 0.3
@@ -69,12 +75,15 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
     vocab_is_there = recipe.draft_vocab_path.exists()
     vocab = read_run_vocab(recipe, text_config.vocab_size, fingerprint) if vocab_is_there else None
     check_start_of_recipe(recipe, text_config, shape, vocab, fingerprint)
+    refusals: tuple[str, ...] = ()
     if recipe.conversations_path.exists() or recipe.data.prompts is None:
         rejects = Rejects()
         rows, validation_rows = read_rows(recipe, tokenizer, rejects)
         store = store_of(recipe, text_config, shape.capture_layers, [*rows, *validation_rows], fingerprint)
         train = recipe.train
         data = counted_data(rows, validation_rows, train.batch_size, train.seed, train.packing)
+        if vocab is not None:
+            refusals = tuple(_refusals(recipe, shape, rows, validation_rows, store, processes))
         if rejects.total:
             print(rejects.summary())
     else:
@@ -97,15 +106,36 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
         device_here(section.device),
         processes,
         tera_flops_per_second and tera_flops_per_second * 1e12,
+        refusals,
     )
     for text in plan_lines(run):
         print(text)
 
 
+def _refusals(
+    recipe: Recipe,
+    shape: DrafterConfig,
+    rows: Sequence[TrainingRow],
+    validation_rows: Sequence[TrainingRow],
+    store: Store | None,
+    processes: int,
+) -> Iterator[str]:
+    """Why training would not resume from the last checkpoint, as far as can be told without the target's weights."""
+    there = list_checkpoints(recipe.checkpoints_dir)
+    if not there or damage(there[-1]) is not None:  # training sets damaged ones aside
+        return
+    digests = digests_of(rows, validation_rows)
+    identity = run_identity(recipe, shape, {}, processes, digests, store_identity(store))
+    try:
+        read_state(there[-1], identity, unknown=("target", "drafter.embedding_scale"))
+    except UserError as error:
+        yield from error.problems
+
+
 def plan_lines(run: PlannedRun) -> Iterator[str]:
     """The lines of the plan; what cannot work comes last."""
     recipe, section, data = run.recipe, run.recipe.train, run.data
-    problems: list[str] = []
+    problems = [*run.refusals]
     yield line("conversations", f"{recipe.conversations_path}", "there" if data.counted else "regenerate writes it")
     yield from _row_lines(run)
     steps = None

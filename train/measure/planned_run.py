@@ -144,6 +144,7 @@ class PlannedRun:
         target_config: the target's text config.
         bf16: whether products are in bfloat16.
         flops_per_second: of one device, from the user; None: unknown.
+        refusals: why the run could not resume from the checkpoints that are there.
     """
 
     recipe: Recipe
@@ -156,6 +157,7 @@ class PlannedRun:
     device: Device
     processes: int = 1
     flops_per_second: float | None = None
+    refusals: tuple[str, ...] = ()
 
     @cached_property
     def parameters(self) -> int:

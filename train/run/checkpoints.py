@@ -159,11 +159,12 @@ def settle(directory: Path) -> None:
         print(f"{checkpoint}: damaged: {problem}; set aside as {aside.name}, the one before is used")
 
 
-def read_state(checkpoint: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+def read_state(checkpoint: Path, identity: Mapping[str, Any], unknown: tuple[str, ...] = ()) -> dict[str, Any]:
     """The checkpoint's trainer_state.json.
 
     Args:
         identity: of the run that is to be resumed from it (`train.run.run_identity`).
+        unknown: beginnings of its keys that are not known yet.
 
     Raises:
         UserError: another run or an older version wrote it, or this process does not see it.
@@ -181,8 +182,9 @@ def read_state(checkpoint: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     different = [
         f"{key}: the checkpoint has {theirs!r}, this run has {mine!r}"
         for key, theirs, mine in differences(state["identity"], here)
+        if not key.startswith(unknown)
         # An older version had no such key.
-        if key in state["identity"] or not (is_default(key, mine) or (key == "target.dtype" and theirs is None))
+        and (key in state["identity"] or not (is_default(key, mine) or (key == "target.dtype" and theirs is None)))
     ]
     if different:
         raise UserError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.checkpoint import written
-from draftsmith.models.feature_drafter import FeatureDrafter
+from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.schema import Recipe
 
@@ -29,9 +29,13 @@ def rows_digest(rows: Sequence[TrainingRow]) -> str:
     return f"{len(rows)} rows, sha256 {digest.hexdigest()}"
 
 
+def digests_of(rows: Sequence[TrainingRow], validation_rows: Sequence[TrainingRow]) -> dict[str, str]:
+    return {"training rows": rows_digest(rows), "validation rows": rows_digest(validation_rows)}
+
+
 def run_identity(
     recipe: Recipe,
-    drafter: FeatureDrafter,
+    drafter: DrafterConfig,
     target: dict[str, Any],
     processes: int,
     digests: dict[str, str],
@@ -49,7 +53,7 @@ def run_identity(
     settings = {f"train.{key}": value for key, value in recipe.train.model_dump().items() if key not in MAY_CHANGE}
     return {
         "target": {key: value for key, value in target.items() if key not in ("model", "revision")},
-        "drafter": drafter.config.to_dict(),
+        "drafter": drafter.to_dict(),
         "drafter.init_head": recipe.drafter.init_head,
         "drafter.init_from": None if start is None else file_digest(written(Path(start)) / "model.safetensors"),
         "drafter.lora": None if recipe.drafter.lora is None else recipe.drafter.lora.model_dump(),

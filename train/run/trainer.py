@@ -44,7 +44,7 @@ from draftsmith.train.run.inputs import Inputs, read_inputs
 from draftsmith.train.run.loop import Loop
 from draftsmith.train.run.lora import merge_lora
 from draftsmith.train.run.processes import check_ranks_agree, failing_together
-from draftsmith.train.run.run_identity import rows_digest, run_identity
+from draftsmith.train.run.run_identity import digests_of, run_identity
 from draftsmith.train.run.schedule import Schedule
 from draftsmith.train.run.settings import trainee_of
 from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_sharded
@@ -105,7 +105,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
     stops = stop_ids(tokenizer, load_generation_config(section))
     replay = ValidationReplay.of(recipe, validation_rows, inputs.vocab, inputs.fingerprint, stops)
     check_best(recipe.train.keep_best, validation_rows, replay)
-    digests = {"training rows": rows_digest(rows), "validation rows": rows_digest(validation_rows)}
+    digests = digests_of(rows, validation_rows)
 
     set_seed(recipe.train.seed)
     accelerator = accelerator_of(recipe.train)
@@ -142,7 +142,9 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
         Schedule(recipe.train, len(rows), accelerator.num_processes),
         recipe.checkpoints_dir,
         recipe.metrics_path,
-        identity=run_identity(recipe, drafter, computed, accelerator.num_processes, digests, store_identity(store)),
+        identity=run_identity(
+            recipe, drafter.config, computed, accelerator.num_processes, digests, store_identity(store)
+        ),
         replay=replay,
         trackers=Trackers(recipe.train.trackers, Path(recipe.output_dir), dump_recipe(recipe), recipe.model_dump()),
         flops=flops,
