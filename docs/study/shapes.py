@@ -13,7 +13,7 @@ precision of `--dtype`. (`draftsmith evaluate` keeps the drafter's weights in fl
 
 llama.cpp gets a table of its own, with float32 weights: its llama-bench reads n tokens behind a context, and its
 llama-server answers prompts with and without the drafter in turn, which tells what a round with a chain of 4 costs.
-Medians, and the lowest and highest of all times.
+Medians, and the lowest and highest of all times. `--plot` draws the gains of the chain.
 """
 
 import argparse
@@ -21,17 +21,19 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from docs.study.make_demo_target import llama_config
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, set_axis_titles, write_png
 from draftsmith.eval.planner.cost_model import Costs, family, measure_costs, shape_of
 from draftsmith.models.blocked import block_layers, block_linears
 from draftsmith.models.chat import load_config, tokenizer_fingerprint
@@ -42,6 +44,7 @@ from draftsmith.models.target import Target, default_capture_layers, device_name
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_path
 from draftsmith.recipes.schema import TargetSection, TreeSection
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,15 +101,23 @@ class ServedCosts:
     drafted: list[float]  # with a chain of 4
     read: dict[int, list[float]]  # n tokens behind a context, by llama-bench
 
+    @property
+    def gains(self) -> list[float]:
+        """Of a chain of CHAIN_TAU, the lowest first."""
+        return [CHAIN_TAU / each for each in reversed(self._rounds)]
+
+    @property
+    def _rounds(self) -> list[float]:
+        plain = statistics.median(self.plain)
+        return sorted(drafted / plain for drafted in self.drafted)
+
     def row(self) -> list[str]:
-        plain, step = statistics.median(self.plain), statistics.median(self.read[1])
+        step, rounds = statistics.median(self.read[1]), self._rounds
         verify = {n: statistics.median(self.read[n]) / step for n in NODES}
-        rounds = sorted(drafted / plain for drafted in self.drafted)
         call = (statistics.median(rounds) - verify[5]) / 4
-        gains = [CHAIN_TAU / each for each in reversed(rounds)]
         steps = [1e3 * each for each in sorted(self.plain)]
         verified = (f"{own:.2f}" for own in verify.values())
-        return [_spread(steps), f"{call:.2f}", *verified, _spread(rounds), _spread(gains)]
+        return [_spread(steps), f"{call:.2f}", *verified, _spread(rounds), _spread(self.gains)]
 
 
 def _spread(ordered: Sequence[float]) -> str:
@@ -157,6 +168,23 @@ def costs_in_llama_cpp(model: Any, drafter: Eagle3Drafter, texts: list[list[int]
         return ServedCosts(alone, drafted, read)
 
 
+def plot_of(gains: Mapping[str, Mapping[int, Sequence[float]]]) -> Plot:
+    """Of each curve the gains by layers: the lowest, the median and the highest."""
+    series: list[Series] = [
+        (name, f"s{i}", [*own], [middle for _, middle, _ in own.values()], [each[::2] for each in own.values()])
+        for i, (name, own) in enumerate(gains.items(), start=1)
+    ]
+
+    def draw(colours: Colours) -> Figure:
+        figure = banded_lines(colours, series)
+        figure.axes[0].set_xticks(sorted({layers for own in gains.values() for layers in own}))
+        figure.axes[0].axhline(1, color=colours("plain"), linewidth=0.8)  # below it, drafting loses
+        set_axis_titles(figure.axes[0], colours, "layers", "times as fast as plain decoding")
+        return figure
+
+    return Plot("shapes", f"A chain of 4 with tau {CHAIN_TAU}, by the target's depth", "As in the tables.", draw)
+
+
 def _run(*command: object) -> None:
     subprocess.run([sys.executable, *map(str, command)], check=True, stdout=subprocess.DEVNULL)
 
@@ -168,6 +196,7 @@ def main() -> None:
     )
     parser.add_argument("--llama-cpp", type=Path, help="folder with llama.cpp's sources and build")
     parser.add_argument("--config", help="a target's folder or name on the Hub: its shape instead")
+    parser.add_argument("--plot", type=Path, help="a PNG file to write")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     options = parser.parse_args()
@@ -183,6 +212,7 @@ def main() -> None:
     if options.config:
         configs = [load_config(TargetSection(model=options.config))]
     of_llama_cpp = []
+    drawn: dict[str, dict[int, Sequence[float]]] = {}
     for given in configs:
         torch.manual_seed(0)
         model, drafter = pair_of(given, device, getattr(torch, options.dtype))
@@ -192,6 +222,8 @@ def main() -> None:
         if options.llama_cpp:
             served = costs_in_llama_cpp(model, drafter, texts, options.llama_cpp)
             of_llama_cpp.append([f"{layers} x {width}", *served.row()])
+            low, *_, high = served.gains
+            drawn.setdefault(f"llama.cpp, width {width}", {})[layers] = low, statistics.median(served.gains), high
         costs = costs_of(model, drafter, texts)
         call = float(costs.draft[family(CHAIN)]([16]).item()) / 16
         verify = [float(costs.verify["chain" if n <= CHAIN.most else "tree"]([n]).item()) / costs.plain for n in NODES]
@@ -200,6 +232,7 @@ def main() -> None:
             kind = shape_of(tree)
             parts = (costs.draft[family(tree)]([calls]), costs.verify[kind]([nodes]), costs.rest[kind]([nodes]))
             gains.append(tau * costs.plain / sum(float(part.item()) for part in parts))
+        drawn.setdefault(f"our loop, width {width}", {})[layers] = [gains[0]] * 3
         numbers = [f"{1e3 * costs.plain:.1f}", *(f"{each:.2f}" for each in [call / costs.plain, *verify, *gains])]
         note = " (busy)" if costs.busy else ""
         print(f"| {layers} x {width} | {megabytes:.1f} | {' | '.join(numbers)} |{note}", flush=True)
@@ -207,6 +240,9 @@ def main() -> None:
         columns = [columns[0], *columns[2 : 4 + len(NODES)], "round with a chain of 4 / T_t", f"gain, tau {CHAIN_TAU}"]
         print(f"\nllama.cpp:\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
         print("\n".join(f"| {' | '.join(row)} |" for row in of_llama_cpp))
+    if options.plot:
+        with atomic_path(options.plot) as unfinished:
+            write_png(plot_of(drawn), unfinished)
 
 
 if __name__ == "__main__":
