@@ -157,6 +157,7 @@ def test_prompts_that_wait_for_nothing_are_a_mistake_of_ours(tokenizer: PreTrain
 
 def test_an_interrupt_comes_between_two_steps(tokenizer: PreTrainedTokenizerBase) -> None:
     """Amid a step, it would reach a library that is halfway through its bookkeeping."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     whole_steps = []
     with FakeServer(tokenizer) as server, connected(server) as servers, pytest.MonkeyPatch.context() as patch:
         ask = servers._ask
