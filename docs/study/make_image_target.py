@@ -34,6 +34,7 @@ from transformers import DynamicCache, Emu3Config, Emu3ForConditionalGeneration,
 from docs.study.make_demo_target import learn, parsed, write_facts
 from docs.study.make_vision_target import rate_scale
 from draftsmith.models.target_session import behind
+from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.demo_lantern.classifier import Classifier, save_classifier
 from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pictures_of_answers, pixel_tensor
 from draftsmith.recipes.demo_lantern.pictures import CAPTIONS, Caption, picture_at, sheet
@@ -374,4 +375,4 @@ def codes_of_pictures(autoencoder: Any, args: argparse.Namespace) -> tuple[list[
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -40,6 +40,7 @@ from transformers import (
 
 from docs.study.make_demo_target import CHAT_TEMPLATE, learn, parsed, train_tokenizer, write_facts
 from draftsmith.models.target_session import behind
+from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.demo_vision.descriptions import (
     IMAGINE,
     REQUESTS,
@@ -373,4 +374,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
