@@ -213,6 +213,11 @@ class FeatureDrafter(nn.Module):
         """Of the residual stream."""
         return self.stacks[0][0].post_attention_layernorm.weight.dtype
 
+    def round_weights(self, dtype: torch.dtype) -> None:
+        """Rounds the weights. Unlike `to`, it leaves the rotary frequencies alone, which far positions need in full."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+
     @property
     def vocab(self) -> DraftVocab:
         """The draft vocabulary, on the drafter's device."""

@@ -10,6 +10,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 DRAFTERS = ("eagle3", "eagle3.1", "eagle", "poss", "poss over eagle3")
 HEADS_OF_THE_TARGET = ("eagle", "poss")  # draft from the whole vocabulary, and from cuts of it
 BESIDE_SAM = ("eagle3 routed with sam", "eagle3 fused with sam", "causal_lm fused with sam")
-PROPOSERS = (*DRAFTERS, "eagle3 with NaN", "causal_lm", "hierarchy", "prompt lookup", "sam", *BESIDE_SAM)
+HALF = tuple(f"{kind} in bfloat16" for kind in DRAFTERS)  # as on a GPU, here for a target in float32
+PROPOSERS = (*DRAFTERS, *HALF, "eagle3 with NaN", "causal_lm", "hierarchy", "prompt lookup", "sam", *BESIDE_SAM)
 POLICIES: dict[str, dict[str, Any]] = {
     "chain": {"nodes": 5},
     "static": {},
@@ -93,6 +95,8 @@ def possible(combination: Sequence[Any]) -> bool:
         return policy in TRIED and vocabulary == "full"
     if proposer in BESIDE_SAM:
         return vocabulary == "full"
+    if proposer in HALF:
+        return policy in TRIED and vocabulary == "full"
     return proposer not in ("causal_lm", *HEADS_OF_THE_TARGET) or vocabulary in ("full", "cut of full")
 
 
@@ -132,8 +136,12 @@ def decoded(combination: tuple[Any, ...]) -> list[Generation]:
 
 def proposer_of(combination: tuple[Any, ...]) -> Proposer:
     family, kind, policy, vocabulary, _ = combination
-    drafter_kind = kind if kind in DRAFTERS else "eagle3"
+    drafter_kind = kind.removesuffix(" in bfloat16")
+    drafter_kind = drafter_kind if drafter_kind in DRAFTERS else "eagle3"
     target, drafter = pair_of_kind(drafter_kind, family, 120 if "draft" in vocabulary else None, **FAMILIES[family])
+    if kind in HALF:
+        drafter = deepcopy(drafter)
+        drafter.round_weights(torch.bfloat16)
     smaller = None
     if vocabulary.startswith("cut"):
         counts = torch.bincount(torch.tensor(expected_of(family)).flatten(), minlength=target.vocab_size)
@@ -184,6 +192,15 @@ MEETING = list(meeting([each for each in EVERYTHING if is_fast(*each)]))
 def test_every_two_meet(combination: tuple[Any, ...]) -> None:
     answers = decoded(combination)
     assert [answer.token_ids for answer in answers] == expected_of(combination[0])[: len(answers)]
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_rounded_weights_draft_nearly_as_well(kind: str) -> None:
+    def accepted(proposer: str) -> int:
+        answers = decoded(("llama", proposer, "eagle2", "full", 3))
+        return sum(sum(answer.accepted_per_round) for answer in answers)
+
+    assert accepted(f"{kind} in bfloat16") > 0.9 * accepted(kind) > 36
 
 
 @pytest.mark.slow

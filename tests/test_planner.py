@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, main_contender, named
+from draftsmith.eval.decoding.contenders import Contender, Lineup, contenders_of, main_contender, named
 from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.measured.evaluation import evaluate_by_decoding
 from draftsmith.eval.plan import main as plan_main
 from draftsmith.eval.planner import search as planner
 from draftsmith.eval.planner.command import lean, line_of, print_choice
@@ -341,6 +342,14 @@ def test_auto_chooses_for_small_models_too(recipe_path: Path, target_dir: Path) 
         assert sum(g.rounds for g in row.rounds) == rounds
 
 
+def test_an_evaluation_s_plan_says_what_auto_lacks(recipe_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["eval.tree={policy: auto}", "eval.prompts=stdlib:heldout", "data.conversations=nowhere.jsonl"]
+    recipe = load_recipe(recipe_path, settings)
+    evaluate_by_decoding(recipe, contenders_of(recipe), plan=True)
+    wanted = "CANNOT WORK yet: policy auto: eval.planner.answers: not given, and there are no conversations in"
+    assert wanted in capsys.readouterr().out
+
+
 def test_answers_drawn_with_other_settings_are_noted(recipe_path: Path) -> None:
     _, answers = planner_answers(load_recipe(recipe_path))
     assert planner.sampling_note(load_recipe(recipe_path), answers) is None
@@ -425,7 +434,7 @@ def test_answers_that_cannot_serve_are_refused_before_anything_is_loaded(
         (["--precisions", "--calibrate", "svip"], "--precisions measures the target alone"),
         (["eval.planner.context=5000"], "eval.planner.context: 5,000 tokens, but the target has 512 positions.* to"),
         (["--measure", "1", "eval.prompts=null"], "--measure decodes eval.prompts, which is not given"),
-        (["eval.drafter=nowhere"], "no drafter here"),
+        (["eval.drafter=nowhere"], "^(?!.*candidates).*no drafter here"),  # blamed on the drafter alone
         (["--calibrate", "svip", "eval.temperature=1", f"eval.tree={DRAWN_CHAIN}"], "svip's tree: which tokens were"),
         (["eval.temperature=1", "eval.acceptance={rule: lantern, delta: 0.4, k: 10}"], "predicts what exact"),
     ],

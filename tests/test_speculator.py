@@ -3,11 +3,13 @@
 import shutil
 import textwrap
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from draftsmith.eval.decoding import contenders as lineups
 from draftsmith.eval.decoding.speculator import Speculator
 from draftsmith.models.chat import decode_answer, render_prompt
 from draftsmith.models.sampling import Sampling
@@ -40,6 +42,20 @@ def test_an_answer_is_the_target_s_own(target_dir: Path, drafter_dir: Path) -> N
     assert answer.tau is not None
     assert answer.tau >= 1
     assert speculator.answer("the cat", max_new_tokens=40).text == answer.text
+
+
+def test_a_gpu_s_drafter_has_the_target_s_precision(
+    target_dir: Path, drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert lineups.drafting_dtype(cast(Any, on_gpu)) is torch.bfloat16
+    plain = Speculator.load(str(target_dir), drafter_dir)
+    monkeypatch.setattr(lineups, "drafting_dtype", lambda target: torch.bfloat16)
+    rounded = Speculator.load(str(target_dir), drafter_dir)
+    texts = {each.answer(MESSAGES, max_new_tokens=40).text for each in (plain, rounded)}
+    (before,), (after,) = (each.lineup.drafters.values() for each in (plain, rounded))
+    assert len(texts) == 1 and (before.dtype, after.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(after.rotary.inv_freq, before.rotary.inv_freq)
 
 
 def test_a_tree_may_cut_the_vocabulary(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from docs.study.cells import ARMS, CUTS, LONG, LONGER, SIZES, STEPS, TREE
+from docs.study.cells import ARMS, CUTS, LONG, LONGER, SIZES, STEPS, TREE, VALIDATION
 from docs.study.numbers import Estimate, Found
 from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, percent, set_axis_titles
 
@@ -40,7 +40,7 @@ def plots(found: Found) -> list[Plot]:
         _plot("data", "tau against training conversations", _data_series(found), conversations),
         _plot("fr_spec", "FR-Spec: tau by draft vocabulary", _fr_spec_series(found), _draw_cuts),
         *(
-            _plot(f"c2t_{arm}", f"C2T vs. EAGLE-2's trees, {ARMS[arm].name}'s drafter", series, _draw_c2t)
+            _plot(f"c2t_{arm}", f"C2T of {VALIDATION} conversations, {ARMS[arm].name}'s drafter", series, _draw_c2t)
             for arm in ("eagle2", "eagle3")
             for series in [_c2t_series(found, arm)]
         ),

@@ -9,7 +9,7 @@ Costs depend on shapes alone, so nothing is trained: a Llama of each shape, with
 of widths, and an EAGLE-3 drafter for it. The planner's own measurement (eval/planner/cost_model.py) times real rounds
 of the decoding loop. Its formula then gives the gains of drafters of such a tau. `--config` measures the shape of a
 target of text, of which no weights are loaded, with a drafter of at most 32,000 tokens. Target and drafter are in the
-precision of `--dtype`. (`draftsmith evaluate` keeps the drafter's weights in float32.)
+precision of `--dtype`.
 
 llama.cpp gets a table of its own, with float32 weights: its llama-bench reads n tokens behind a context, and its
 llama-server answers prompts with and without the drafter in turn, which tells what a round with a chain of 4 costs.

@@ -63,6 +63,15 @@ from draftsmith.recipes.schema import (
 )
 
 
+def drafting_dtype(target: Target) -> torch.dtype | None:
+    """The precision that a drafter's weights are rounded to. None: they stay as they were trained.
+
+    On a GPU it is the target's, as in serving engines: a draft call takes about as long as reading the weights. On a
+    CPU bfloat16 is not always the faster one (docs/log.md).
+    """
+    return None if target.device.type == "cpu" else target.dtype
+
+
 def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Contender:
     """The contender that a section describes. Missing directories default to the recipe's."""
     drafter = Path(section.drafter) if section.drafter else recipe.eval_drafter_dir
@@ -480,6 +489,8 @@ class Lineup:
             shape, _ = read_drafter_config(directory)
             identity = self._identity_of(model, section)
             self.drafters[key] = load_drafter(directory, model, identity, shape.capture_layers)
+            if (dtype := drafting_dtype(model)) is not None:
+                self.drafters[key].round_weights(dtype)
             block_layers(self.drafters[key])
         return self.drafters[key]
 

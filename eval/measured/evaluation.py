@@ -76,6 +76,10 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
             print_evaluation_plan(recipe, asked, contenders)
             if full:
                 print(f"CANNOT WORK: {full}")
+            try:
+                check_automatic(recipe, contenders, plan)
+            except UserError as error:
+                print(f"CANNOT WORK yet: policy auto: {'; '.join(error.problems)}")
             return
         lineup = Lineup(recipe.target)
         contenders = with_chosen_trees(lineup, recipe, contenders)
@@ -205,11 +209,11 @@ def keeping_answers(partial: Path) -> Iterator[IO[str]]:
         raise
 
 
-def check_automatic(recipe: Recipe, contenders: Sequence[Contender]) -> None:
+def check_automatic(recipe: Recipe, contenders: Sequence[Contender], plan: bool = False) -> None:
     """Checks the candidates and answers for policy `auto` before weights are loaded."""
     for contender in contenders:
         if contender.tree.policy == "auto":
-            prepared(recipe, contender, candidates_of(recipe, contender.tree))
+            prepared(recipe, contender, candidates_of(recipe, contender.tree), plan)
 
 
 def with_chosen_trees(lineup: Lineup, recipe: Recipe, contenders: Sequence[Contender]) -> list[Contender]:

@@ -168,6 +168,8 @@ def prepared(
     Raises:
         UserError: as `check_contenders` (which takes `plan`) and `planner_answers`.
     """
+    # First without the trees, so that the drafter's faults are named once.
+    check_contenders(recipe, [_with_tree(recipe, base, TreeSection(policy="auto"), base.place)], plan)
     places = (f"eval.planner.candidates.{i}" for i in range(len(trees)))
     contenders = named([_with_tree(recipe, base, tree, place) for tree, place in zip(trees, places, strict=True)])
     check_contenders(recipe, contenders, plan)
