@@ -384,7 +384,7 @@ def test_plots_of_what_is_there(lines: dict[str, Any], tmp_path: Path) -> None:
 def test_the_report_command(lines: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results, doc = tmp_path / "results.jsonl", tmp_path / "results.md"
     results.write_text("".join(json.dumps({"cell": name, **line}) + "\n" for name, line in lines.items()))
-    parts = "".join(f"<!-- study:{name} -->\n<!-- end -->\n" for name in ("drafters", "plot-data", "plot-c2t_eagle2"))
+    parts = "".join(f"<!-- study:{name} -->\n<!-- end -->\n" for name in ("drafters", "plot-data", "plot-c2t_few"))
     doc.write_text(f"# Ours\n{parts}")
     argv = ["study_report.py", "--results", str(results), "--doc", str(doc), "--plots", str(tmp_path / "plots")]
     monkeypatch.setattr(sys, "argv", argv)
@@ -396,7 +396,7 @@ def test_the_report_command(lines: dict[str, Any], tmp_path: Path, monkeypatch: 
     study_report.main()
     assert "| HASS | 0.87 |" in doc.read_text() and doc.read_text().startswith("# Ours\n")
     assert "](plots/data.png)\n<!-- end -->" in doc.read_text()
-    assert "<!-- study:plot-c2t_eagle2 -->\nnot run\n" in doc.read_text()  # no picture of what was not measured
+    assert "<!-- study:plot-c2t_few -->\nnot run\n" in doc.read_text()  # no picture of what was not measured
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {
         *("positions.png", "positions_poss.png", "data.png", "fr_spec.png")
     }

@@ -6,7 +6,19 @@ from functools import partial
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from docs.study.cells import ARMS, CUTS, LONG, LONGER, SIZES, STEPS, TREE, VALIDATION
+from docs.study.cells import (
+    ARMS,
+    CUTS,
+    LONG,
+    LONGER,
+    MANY_TREES,
+    SEEDS,
+    SIZES,
+    STEPS,
+    TREE,
+    VALIDATION,
+    many_trees_name,
+)
 from docs.study.numbers import Estimate, Found
 from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, percent, set_axis_titles
 
@@ -21,12 +33,7 @@ DRAWN_POSITIONS = (
     ("positions_poss_eagle3", "PosS over EAGLE-3, chain of 6", ("eagle3", *(f"poss{n}-eagle3" for n in (1, 2, 3)))),
 )
 PLOTTED = tuple(dict.fromkeys(arm for _, _, arms in DRAWN_POSITIONS for arm in arms))
-C2T_LABELS = {  # (name in legends, colour)
-    "eagle2": ("EAGLE-2 over N", "plain"),
-    C2T_CURVES[0]: (f"C2T over beta, {C2T_WORDS[0]}", "s1"),
-    C2T_CURVES[1]: (f"C2T over beta, {C2T_WORDS[1]}", "s2"),
-}
-SCALES = ("longer", "data", "fr_spec", "c2t_eagle2", "c2t_eagle3")
+SCALES = ("longer", "data", "fr_spec", "c2t_few", "c2t_many")
 PLOT_SECTIONS = tuple(f"plot-{name}" for name in (*(name for name, _, _ in DRAWN_POSITIONS), *SCALES))
 
 
@@ -39,11 +46,8 @@ def plots(found: Found) -> list[Plot]:
         _plot("longer", "tau against optimiser steps", _longer_series(found), steps),
         _plot("data", "tau against training conversations", _data_series(found), conversations),
         _plot("fr_spec", "FR-Spec: tau by draft vocabulary", _fr_spec_series(found), _draw_cuts),
-        *(
-            _plot(f"c2t_{arm}", f"C2T of {VALIDATION} conversations, {ARMS[arm].name}'s drafter", series, _draw_c2t)
-            for arm in ("eagle2", "eagle3")
-            for series in [_c2t_series(found, arm)]
-        ),
+        _plot("c2t_few", f"C2T trained on {VALIDATION} conversations, seed 0", _c2t_few(found), _draw_c2t),
+        _plot("c2t_many", f"C2T trained on {MANY_TREES} conversations, no limit", _c2t_many(found), _draw_c2t),
     ]
     return [plot for plot in made if plot is not None]
 
@@ -101,15 +105,28 @@ def _fr_spec_series(found: Found) -> list[Series]:
     return result
 
 
-def _c2t_series(found: Found, arm: str) -> list[Series]:
-    every = found.lines.get(f"c2t/{arm}", {}).get("points", [])
-    result = []
-    for curve in dict.fromkeys(row["curve"] for row in every):
-        rows = sorted((row for row in every if row["curve"] == curve), key=lambda row: row["candidates"])
-        name, role = C2T_LABELS[curve]
-        points = [(row["candidates"], Estimate(row["tau"], tuple(row["tau_interval"]), {})) for row in rows]
-        result += _series(name, role, points)
+def _c2t_few(found: Found) -> list[Series]:
+    words = {
+        "eagle2": "EAGLE-2 over N",
+        **{c: f"C2T over beta, {w}" for c, w in zip(C2T_CURVES, C2T_WORDS, strict=True)},
+    }
+    parts = zip(words.items(), ("plain", "s1", "s2"), strict=True)
+    return [s for (curve, name), role in parts for s in _series(name, role, _c2t_points(found, "c2t/eagle2", curve))]
+
+
+def _c2t_many(found: Found) -> list[Series]:
+    """EAGLE-2's trees of seed 0 (those of other seeds lie on them), and C2T's of each seed, without a limit."""
+    result = _series("EAGLE-2 over N, seed 0", "plain", _c2t_points(found, many_trees_name("eagle2"), "eagle2"))
+    for seed in SEEDS:
+        points = _c2t_points(found, many_trees_name("eagle2", seed), C2T_CURVES[1])
+        result += _series(f"C2T over beta, seed {seed}", f"s{seed + 1}", points)
     return result
+
+
+def _c2t_points(found: Found, cell: str, curve: str) -> list[tuple[float, Estimate]]:
+    rows = [row for row in found.lines.get(cell, {}).get("points", []) if row["curve"] == curve]
+    rows.sort(key=lambda row: row["candidates"])
+    return [(row["candidates"], Estimate(row["tau"], tuple(row["tau_interval"]), {})) for row in rows]
 
 
 def _draw_positions(colours: Colours, series: list[Series]) -> Figure:
