@@ -615,6 +615,24 @@ def test_a_drafter_whose_rate_has_no_line_counts_as_not_made(place: Path) -> Non
     assert not study.is_made(cell, PLACES, lines)
 
 
+def test_files_that_are_still_being_written_do_not_count(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest of stored states is there from the first shard on, and the answers' file from the first answer."""
+    cell = next(cell for cell in cells(read()) if cell.name == "states/x16")
+    command = study.Study._command
+    seen: dict[bool, bool] = {}  # whether the files count, by whether they are there
+
+    def watched(self: study.Study, *arguments: Any) -> float:
+        took = command(self, *arguments)
+        there = all((place / path).exists() for path in PLACES.made_by(cell))
+        seen[there] = study.is_made(cell, PLACES, {})
+        return took
+
+    monkeypatch.setattr(study.Study, "_command", watched)
+    run([cell.name])
+    assert seen == {False: False, True: False}
+    assert study.is_made(cell, PLACES, {})
+
+
 def test_the_plan_names_lines_that_were_made_otherwise(place: Path, capsys: pytest.CaptureFixture) -> None:
     """Validating along answers changes no drafter."""
     run(["rate/eagle2/*"])

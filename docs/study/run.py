@@ -79,6 +79,7 @@ KEPT = (
     *("tau", "tau_interval", "rounds", "new_tokens", "accepted_per_round", "tree_nodes_per_round"),
     *("draft_calls_per_round", "acceptance_by_position", "acceptance_by_position_interval"),
 )
+FINISHED = "finished"  # a file beside answers and states, which exist before all of them are written
 SPEED_KEPT = ("tau", "tau_interval", "tokens_per_second", "speedup", "speedup_interval", "matches_target")
 
 
@@ -200,11 +201,12 @@ def to_do(wanted: Sequence[Cell], lines: Lines, places: Places) -> list[Cell]:
 
 
 def is_made(cell: Cell, places: Places, lines: Lines) -> bool:
-    """Whether a cell's files exist; a drafter's must be made by today's commands."""
-    if not all((ROOT / path).exists() for path in places.made_by(cell)):
+    """Whether all of a cell's files are written; a drafter's must be made by today's commands."""
+    files = places.made_by(cell)
+    if not all((ROOT / path).exists() for path in files):
         return False
     if cell.kind not in ("drafter", "demo"):
-        return True
+        return not files or (ROOT / places.of(cell.name) / FINISHED).exists()
     note = ROOT / places.of(cell.name) / "commands.json"
     try:
         wanted = commands(cell, places, lines)
@@ -370,6 +372,7 @@ class Study:
         folder.mkdir(parents=True, exist_ok=True)
         wanted = commands(cell, self.places, lines)
         begin_anew_if_changed(folder, wanted)
+        (folder / FINISHED).unlink(missing_ok=True)
         prepare(cell, self.places, lines)
         resumed = {"resumed": True} if (folder / "checkpoints").exists() else {}  # its seconds are incomplete
         print(f"{_now()} {cell.name}: about {likely_seconds(cell, lines) / 60:.1f} min", flush=True)
@@ -383,6 +386,7 @@ class Study:
         }
         append_line(self.results, record)
         tidy(cell, folder)
+        (folder / FINISHED).touch()
         print(f"{_now()} {cell.name}: done in {sum(seconds) / 60:.1f} min {in_short(record)}", flush=True)
 
     def _command(self, command: Sequence[str], log: Path, lock: int) -> float:
