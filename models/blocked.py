@@ -6,12 +6,13 @@ long as the product itself. Here it is done once, when the model is loaded for d
 Plain decoding, of one row, must not pay for that, or drafting would seem to gain more than it does. So in float32 the
 layout depends on the layer's size (docs/log.md, 2026-11-26, has the times):
 
-    weights             one row by            more rows by
-    up to 2**18         PyTorch's product     oneDNN, a layout for 16 rows
-    up to 2**20         oneDNN, a layout for 16 rows
-    more                oneDNN, a layout for one row
+    weights             one row by                      more rows by
+    up to 2**18         PyTorch's product               oneDNN, a layout for 16 rows
+    up to 2**20         oneDNN, a layout for one row    oneDNN, a layout for 16 rows
+    more                oneDNN, a layout for one row    the same
 
-The first kind keeps both weights, of a megabyte at most. In bfloat16 the layout for 16 rows is the fastest for all.
+The first two kinds keep their weights twice, of a megabyte at most and of four. In bfloat16 the layout for 16 rows is
+the fastest for all.
 
 The operations are private ones of torch (`mkldnn::_reorder_linear_weight`, `mkldnn::_linear_pointwise`; its compiler
 uses them). Where they are missing or give other numbers, layers stay as they are.
@@ -36,15 +37,18 @@ class BlockedLinear(nn.Module):
     """A linear layer in inference."""
 
     blocked: torch.Tensor
-    plain: torch.Tensor | None  # for one row
+    single: torch.Tensor | None  # for one row: a weight, or a layout of it
     bias: torch.Tensor | None
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         weight = linear.weight.detach()
-        single = weight.dtype == torch.float32
-        self.register_buffer("blocked", _blocked(weight, 1 if single and weight.numel() > LARGE else ROWS))
-        self.register_buffer("plain", weight if single and weight.numel() <= SMALL else None)
+        size = weight.numel() if weight.dtype == torch.float32 else 0
+        self.register_buffer("blocked", _blocked(weight, 1 if size > LARGE else ROWS))
+        single = None
+        if 0 < size <= LARGE:
+            single = weight if size <= SMALL else _blocked(weight, 1)
+        self.register_buffer("single", single)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
     @property
@@ -54,9 +58,12 @@ class BlockedLinear(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""
-        if self.plain is not None and states.numel() == states.shape[-1]:
-            return functional.linear(states, self.plain, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(states, self.blocked, self.bias, "none", [], "")
+        layout = self.blocked
+        if self.single is not None and states.numel() == states.shape[-1]:
+            if not self.single.is_mkldnn:
+                return functional.linear(states, self.single, self.bias)
+            layout = self.single
+        return torch.ops.mkldnn._linear_pointwise(states, layout, self.bias, "none", [], "")
 
 
 def block_linears(module: nn.Module) -> None:

@@ -173,7 +173,8 @@ def test_cells_that_have_not_run_are_shown_so_and_nothing_is_made_up(lines: dict
         at_8 | {"curve": "c2t, beam all", "share": 0.9, "share_interval": None},
     ]
     points = [
-        {"curve": "c2t, beam 15", "tau": tau, "calls_per_round": calls} for tau, calls in ((4.0, 6.0), (3.0, 5.0))
+        {"curve": "c2t, beam 15", "tau": tau, "calls_per_round": calls, "candidates": nodes}
+        for tau, calls, nodes in ((4.0, 6.0, 900), (3.0, 5.0, 600))
     ]
     found = Found({**lines, "c2t/eagle2": {"at_equal_tau": equal, "points": points}})
     assert study_report.c2t(found)[2] == "| EAGLE-2 | 100 | 3.50 | 1,000 | 0.80 [0.70, 0.90] | not reached | 5.5 | - |"
@@ -217,6 +218,8 @@ def test_cells_that_have_not_run_are_shown_so_and_nothing_is_made_up(lines: dict
         "0.80 [0.70, 0.90] (N = 100) | holds (one seed) |",
         "0.90 (N = 8) | no interval (one seed) |",
     ]
+    far = [points[0] | {"candidates": 1801}, points[1]]  # what lies between them is a guess
+    assert claimed({"at_equal_tau": equal, "points": far})[0] == "0.80 (N = 100) | no interval (one seed) |"
     judged = {"at_equal_tau": equal[1:3], "points": points}
     assert claimed(judged) == ["< 0.97 (N = 8) | holds (one seed) |", "not reached | undecided |"]
     assert study_report.claims(found)[-5].endswith("] | keeps as much |")  # an interval that holds the paper's

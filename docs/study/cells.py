@@ -135,11 +135,12 @@ _OTHER_ARMS = {
         "PosS-2 from EAGLE-3, 600 steps more, 0.9^k, not detached",
         *("eagle3", _poss(2, "eagle3"), 0.8, (*_WHOLE, "train.step_weight=0.9"), "eagle3"),
     ),
+    # All by HASS's rate, so that only the weight differs; without the loss a higher rate is better.
     **{
         f"hass-top10-{weight}": Arm(
             f"HASS, top-10 loss of weight {weight}", "hass", _EAGLE, 0.51, (_STEPS, f"train.top_k_loss={weight}")
         )
-        for weight in ("0.3", "0.1", "0.03")
+        for weight in ("0.3", "0.1", "0.03", "0")
     },
 }
 ARMS = _MAIN_ARMS | _OTHER_ARMS

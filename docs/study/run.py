@@ -239,9 +239,9 @@ def print_plan(wanted: Sequence[Cell], lines: Lines, places: Places) -> None:
         total += seconds
         again = "  (has its line; its files are gone)" if cell.name in lines else ""
         print(f"{cell.name:<40}{seconds / 60:>6.1f} min{again}")
-    print(
-        f"{len(wanted) - len(left)} of {len(wanted)} cells done; {len(left)} to do: {total / 3600:.1f} hours of a core"
-    )
+    done, again = (sum(cell.name in lines for cell in cells) for cells in (wanted, left))
+    once_more = f", {again} of them again for their files" if again else ""
+    print(f"{done} of {len(wanted)} cells done; {len(left)} to do{once_more}: {total / 3600:.1f} hours of a core")
     if changed := of_other_commands(wanted, lines):
         print(f"made by other commands than today's; where that matters, delete the line: {', '.join(changed)}")
     print(

@@ -190,10 +190,10 @@ def _run(*command: object) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--shapes", nargs="+", type=shape, default=SHAPES, metavar="LAYERSxWIDTH", help="targets to measure"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--shapes", nargs="+", type=shape, metavar="LAYERSxWIDTH", help="targets to measure")
     parser.add_argument("--llama-cpp", type=Path, help="folder with llama.cpp's sources and build")
     parser.add_argument("--config", help="a target's folder or name on the Hub: its shape instead")
     parser.add_argument("--plot", type=Path, help="a PNG file to write")
@@ -202,13 +202,17 @@ def main() -> None:
     options = parser.parse_args()
     if options.config and options.llama_cpp:
         parser.error("--llama-cpp: leave it out with --config; it serves targets with the demo's vocabulary")
+    if options.config and options.shapes:
+        parser.error("--shapes: leave it out with --config, which gives the shape")
+    if options.plot and not options.plot.absolute().parent.is_dir():
+        raise UserError(f"--plot: {options.plot.parent} is no folder; make it first")
     if options.llama_cpp and not (server := options.llama_cpp / "build/bin/llama-server").exists():
         raise UserError(f"--llama-cpp: {server} does not exist; `make .llama.cpp/.built` builds it in .llama.cpp")
     device = torch.device(device_name(options.device))
     columns = ["layers x width", "MB in bfloat16", "T_t, ms", "draft call / T_t"]
     columns += [*(f"T_v({nodes}) / T_t" for nodes in NODES), *DRAFTERS]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    configs = [llama_config(VOCAB, layers, width, width * 11 // 4) for layers, width in options.shapes]
+    configs = [llama_config(VOCAB, layers, width, width * 11 // 4) for layers, width in options.shapes or SHAPES]
     if options.config:
         configs = [load_config(TargetSection(model=options.config))]
     of_llama_cpp = []
