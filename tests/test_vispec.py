@@ -1,6 +1,7 @@
 """ViSpec: pictures as compressed tokens and a global vector, against the slow twin, the text base and the decoder."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -407,13 +408,18 @@ def test_decoding_with_pictures_is_lossless(name: str) -> None:
     """Rows with pictures beside one without: the target's own tokens, whatever the drafter says. Replay likewise."""
     drafter, target = drafter_with_eyes(name), small_target()
     prompts = make_prompts()
-    tree = TreeSection(nodes=12, draft_calls=3, top_k=4)
-    proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(tree))
+    policy = policy_of(TreeSection(nodes=12, draft_calls=3, top_k=4))
+    proposer = PolicyProposer(FeatureDrafting(drafter), policy)
     plain = [decode(target, None, prompt, {-1}, 12).token_ids for prompt in prompts]
     drafted = decode_batch(target, proposer, prompts, {-1}, 12)
     assert [answer.token_ids for answer in drafted] == plain
     accepted = [answer.accepted_per_round for answer in drafted]
     assert sum(map(sum, accepted)) > 2
+    rounded = deepcopy(drafter)
+    rounded.round_weights(torch.bfloat16)  # as on a GPU
+    drafted = decode_batch(target, PolicyProposer(FeatureDrafting(rounded), policy), prompts, {-1}, 12)
+    assert [answer.token_ids for answer in drafted] == plain
+    assert sum(sum(answer.accepted_per_round) for answer in drafted) > 2
     recorded = [RecordedAnswer(prompt, tokens) for prompt, tokens in zip(prompts, plain, strict=True)]
     assert [answer.accepted_per_round for answer in replay(target, proposer, recorded, 2)] == accepted
     other = make_prompts(seed=5)[0]
