@@ -53,6 +53,7 @@ from docs.study.cells import (
 from docs.study.numbers import Estimate, Found, over_seeds
 from docs.study.plots import C2T_CURVES, C2T_WORDS, CORPORA, OF_SIZES, PLOT_SECTIONS, PLOTTED, plots
 from docs.study.run import RESULTS, read_lines
+from draftsmith.eval.measured.c2t_curves import far_apart
 from draftsmith.eval.page.drawing import write_png
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
@@ -61,7 +62,6 @@ from draftsmith.recipes.files.atomic import atomic_path, atomic_write
 DOC, PLOTS = Path("docs/results.md"), Path("docs/study")
 NOT_RUN, NOT_REACHED = "not run", "not reached"
 LEVEL = 5  # compared with the first step
-FAR_APART = 3  # times the nodes
 FR_SPEC_KEPT = 0.98  # of tau with half the vocabulary (FR-Spec, table 1)
 # (arm, the arm that it is compared with)
 COMPARED = (
@@ -595,15 +595,11 @@ def _c2t_rows(line: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _at_equal_tau(line: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The line's comparisons; without an interval where C2T's next points are far apart, since what lies between them
-    is a guess, of which the interval over prompts knows nothing."""
+    """The line's comparisons. Older lines have intervals between far-apart points, too: not shown."""
     rows = []
     for row in line["at_equal_tau"]:
-        own = sorted((each["tau"], each["candidates"]) for each in line["points"] if each["curve"] == row["curve"])
-        fewer = [nodes for tau, nodes in own if tau <= row["tau"]][-1:]
-        more = [nodes for tau, nodes in own if tau > row["tau"]][:1]
-        apart = bool(fewer and more) and more[0] > FAR_APART * fewer[0]
-        rows.append({**row, "share_interval": None} if apart else row)
+        own = [point for point in line["points"] if point["curve"] == row["curve"]]
+        rows.append({**row, "share_interval": None} if far_apart(own, row["tau"]) else row)
     return rows
 
 

@@ -106,12 +106,9 @@ def _fr_spec_series(found: Found) -> list[Series]:
 
 
 def _c2t_few(found: Found) -> list[Series]:
-    words = {
-        "eagle2": "EAGLE-2 over N",
-        **{c: f"C2T over beta, {w}" for c, w in zip(C2T_CURVES, C2T_WORDS, strict=True)},
-    }
-    parts = zip(words.items(), ("plain", "s1", "s2"), strict=True)
-    return [s for (curve, name), role in parts for s in _series(name, role, _c2t_points(found, "c2t/eagle2", curve))]
+    drawn = [("EAGLE-2 over N", "plain", "eagle2")]
+    drawn += [(f"C2T over beta, {C2T_WORDS[i]}", f"s{i + 1}", curve) for i, curve in enumerate(C2T_CURVES)]
+    return [s for name, role, curve in drawn for s in _series(name, role, _c2t_points(found, "c2t/eagle2", curve))]
 
 
 def _c2t_many(found: Found) -> list[Series]:

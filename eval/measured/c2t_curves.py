@@ -1,7 +1,7 @@
 """tau against candidates of C2T's and EAGLE-2's trees, behind eval/c2t_sweep.py."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ NODES = (4, 8, 16, 24, 32, 48, 60, 100, 180, 300)
 EAGLE2 = "eagle2"
 COLUMNS = ("tokens", "rounds", "nodes", "calls")  # sums of each point
 BeamSetting = tuple[int | None, tuple[float, ...] | None]  # K2 (None: all), and betas of its own
+FAR_APART = 3  # times the nodes: a curve between points farther apart is a guess
 UNDEFINED = 0.025  # most resamples beyond the curve, as a share: with more, an interval would lack an end
 
 
@@ -138,6 +139,7 @@ def sweep_numbers(
 
     `share` is None if EAGLE-2's tau lies beyond a curve's end. `beyond` is then "below" or "above" the curve's taus,
     and `share_at_end` the share of the curve's last point there. Below, that point has more than EAGLE-2's tau.
+    `share_interval` is None beyond a curve's end, between points that are `far_apart`, and if resamples lie beyond.
 
     Args:
         found: of every point's contender, one generation per answer, in the same order.
@@ -170,6 +172,7 @@ def sweep_numbers(
             share = float(_share(total, members, i)[0])
             reached = not np.isnan(share)
             end = None if reached else by_tau[0] if rows[i]["tau"] < rows[by_tau[0]]["tau"] else by_tau[-1]
+            guessed = not reached or far_apart([rows[member] for member in members], rows[i]["tau"])
             equal.append(
                 {
                     "curve": name,
@@ -178,13 +181,26 @@ def sweep_numbers(
                     "eagle2_candidates": rows[i]["candidates"],
                     "candidates": round(share * rows[i]["candidates"]) if reached else None,
                     "share": round(share, 4) if reached else None,
-                    "share_interval": interval(lambda s, m=members, i=i: _mostly(_share(s, m, i))) if reached else None,
+                    "share_interval": None if guessed else interval(lambda s, m=members, i=i: _mostly(_share(s, m, i))),
                     "beyond": None if end is None else "below" if end == by_tau[0] else "above",
                     "share_at_end": None if end is None else round(rows[end]["candidates"] / rows[i]["candidates"], 4),
                 }
             )
     answers = len(found[points[0].contender.name])
     return {"conversations": len(sums), "answers": answers, "points": rows, "at_equal_tau": equal}
+
+
+def far_apart(curve: Iterable[Mapping[str, Any]], tau: float) -> bool:
+    """Whether a curve's next points below and above `tau` differ so much in nodes that what lies between them is a
+    guess, of which an interval over prompts knows nothing.
+
+    Args:
+        curve: points with `tau` and `candidates`, in any order.
+    """
+    by_tau = sorted((point["tau"], point["candidates"]) for point in curve)
+    fewer = [nodes for at, nodes in by_tau if at <= tau][-1:]
+    more = [nodes for at, nodes in by_tau if at > tau][:1]
+    return bool(fewer and more) and more[0] > FAR_APART * fewer[0]
 
 
 def _sums(of_points: Sequence[Sequence[Generation]]) -> np.ndarray:
@@ -244,6 +260,11 @@ def print_numbers(numbers: dict[str, Any]) -> None:
         print(
             f"{row['curve']:<16}{row['eagle2_nodes']:>13}{row['tau']:>8.3f}{row['eagle2_candidates']:>16,}{reached}"
             f"  {interval_text(row['share_interval'])}"
+        )
+    if any(row["share"] is not None and row["share_interval"] is None for row in numbers["at_equal_tau"]):
+        print(
+            f"note: shares without an interval lie near an end of the curve, or between points more than {FAR_APART} "
+            "times apart; --betas between or beyond these would tell"
         )
 
 
