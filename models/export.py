@@ -18,12 +18,16 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from draftsmith.recipes.command.cli import parse_arguments, run
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 
 
 def main() -> None:
     command = parse_arguments(__doc__, extra=_options)
-    recipe = None if Path(command.recipe_path).is_dir() else load_recipe(command.recipe_path, command.overrides)
+    given = Path(command.recipe_path)
+    if not given.exists() and given.suffix not in (".yaml", ".yml"):
+        raise UserError(f"{given}: no such folder; name a drafter's folder, or a recipe file")
+    recipe = None if given.is_dir() else load_recipe(command.recipe_path, command.overrides)
     from draftsmith.models.formats import command as formats
 
     formats.export_main(command, recipe)

@@ -136,6 +136,7 @@ def test_mistakes_are_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsy
         (script.main, ["run/drafter", "--to", "eagle"], "always captures states"),
         (script.main, ["run/drafter", "export.license=mit"], "a checkpoint, which has no keys"),
         (script.main, ["run"], "no drafter here"),
+        (script.main, ["run/drafte"], "run/drafte: no such folder; name a drafter's folder, or a recipe"),
         (
             script.main,
             ["run/drafter", "--to", "speculators", "--push-to-hub", "me/drafter"],
