@@ -296,6 +296,15 @@ def test_growth_and_shares_are_paired_by_prompt(lines: dict[str, Any]) -> None:
     found = Found(lines).growth("eagle3", "eagle2", (1, 8))
     assert found is not None and found.value == pytest.approx(sum(rounds_of(0, 3)) / sum(rounds_of(11, 6)))
     assert Found(lines).growth("eagle3", "eagle2", (1, 4)) is None
+    lines |= {
+        drafter_name("eagle3", 8, 1): lines[drafter_name("hass")],
+        drafter_name("eagle3", 1, 1): lines[drafter_name("eagle2", 2)],
+        drafter_name("eagle2", 1, 1): lines[drafter_name("eagle2", 4)],
+    }
+    first, found = found.value, Found(lines).growth("eagle3", "eagle2", (1, 8))
+    second = sum(rounds_of(12, 6)) / sum(rounds_of(20, 2)) / (sum(rounds_of(14, 6)) / sum(rounds_of(1, 3)))
+    assert found is not None and found.by_seed == pytest.approx({0: first, 1: second})
+    assert found.value == pytest.approx((first + second) / 2)
     share = Found(lines).share_of("fr-spec/answers", "128", TREE)
     assert share is not None and share.value == pytest.approx(sum(rounds_of(0, 3)) / sum(rounds_of(128, 5)))
     assert share.interval[0] < share.value < share.interval[1]

@@ -7,7 +7,7 @@ cover the spread of seeds: `over_seeds` does, with wide intervals, because there
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -161,23 +161,24 @@ class Found:
         line = self.lines.get(cell)
         if line is None:
             return None
-        replays = [line["replay"][name] for name in (base, contender)]
-        return self._of_columns(line["seed"], replays, lambda s: s[0] / s[1])
+        sums = self._sums([line["replay"][name] for name in (base, contender)])
+        found = _estimate(sums, lambda s: s[:, 1] / s[:, 2], {})
+        return replace(found, by_seed={line["seed"]: found.value})
 
-    def growth(self, arm: str, base: str, sizes: tuple[int, int]) -> Estimate | None:
-        """tau's growth from the first data size to the second, of `arm` over that of `base`, for seed 0."""
-        of_all = [self.of(name, size).get(0) for name in (arm, base) for size in sizes]
-        replays = [line["replay"][TREE] for line in of_all if line is not None]
-        if len(replays) < len(of_all):
+    def growth(self, arm: str, base: str, sizes: tuple[int, int], steps: int = STEPS) -> Estimate | None:
+        """tau's growth from the first data size to the second, of `arm` over that of `base`, for their common seeds."""
+        of_all = [self.of(name, size, steps) for name in (arm, base) for size in sizes]
+        seeds = [seed for seed in SEEDS if all(seed in lines for lines in of_all)]
+        if not seeds:
             return None
-        return self._of_columns(0, replays, lambda s: (s[0] / s[1]) / (s[2] / s[3]))
+        sums = self._sums([lines[seed]["replay"][TREE] for lines in of_all for seed in seeds])
 
-    def _of_columns(
-        self, seed: int, replays: Sequence[Mapping[str, Any]], of_rounds: Callable[[np.ndarray], np.ndarray]
-    ) -> Estimate:
-        """A statistic of the rounds [replays, samples] of one seed's replays."""
-        found = _estimate(self._sums(replays), lambda s: of_rounds(s[:, 1:].T), {})
-        return replace(found, by_seed={seed: found.value})
+        def growths(resampled: np.ndarray) -> np.ndarray:  # [samples, seeds]
+            before, after, base_before, base_after = np.split(resampled[:, :1] / resampled[:, 1:], 4, axis=1)
+            return (after / before) / (base_after / base_before)
+
+        by_seed = dict(zip(seeds, growths(sums.sum(0)[None])[0].tolist(), strict=True))
+        return _estimate(sums, lambda s: growths(s).mean(1), by_seed)
 
     def cut_off(self) -> np.ndarray:
         """[answers] bool: True for answers cut off at the length limit."""

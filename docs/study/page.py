@@ -131,6 +131,11 @@ CLAIMS = (
     (SIX_STEPS, UNREPORTED, "hass-no-top10", "hass2-no-top10"),
     (TWO_STEPS, UNREPORTED, "eagle3.1", "hass2-no-top10"),
 )
+# (arm, data sizes, steps, words)
+GROWN = (
+    ("eagle3", (1, ALL), STEPS, "eight times the data"),
+    *((arm, (ALL, 32), LONGER[1], f"four times the data, {LONGER[1]:,} steps") for arm in ("eagle3", "eagle3.1")),
+)
 # The same, of the demo's deeper target.
 DEMO_CLAIMS = (
     ("EAGLE-3 beats EAGLE-2", CLAIMS[2][1], "eagle3", "eagle2"),
@@ -359,12 +364,15 @@ def claims(found: Found) -> list[str]:
         ratio = found.ratio(arm, "eagle2", sizes=(size, size), steps=LONGER[1])
         gains.append((claim, reported.get(arm, UNREPORTED), ratio))
     rows = [[claim, paper, in_percent(ratio), verdict(ratio)] for claim, paper, ratio in gains]
-    both = "; ".join(
-        f"{ARMS[arm].name} {in_percent(found.ratio(arm, arm, sizes=(ALL, 1)))}" for arm in ("eagle3", "eagle2")
-    )
-    growth = found.growth("eagle3", "eagle2", (1, ALL))
-    seen = NOT_RUN if growth is None else _side(growth.interval)
-    rows.append(["EAGLE-3 gains more from eight times the data", "it rises, EAGLE-2 hardly (in a figure)", both, seen])
+    for arm, (less, more), steps, words in GROWN:
+        both = "; ".join(
+            f"{ARMS[each].name} {in_percent(found.ratio(each, each, sizes=(more, less), steps=steps))}"
+            for each in (arm, "eagle2")
+        )
+        growth = found.growth(arm, "eagle2", (less, more), steps)
+        # The smaller sizes have one seed.
+        seen = verdict(growth) if growth is None or less == ALL else _side(growth.interval)
+        rows.append([f"{ARMS[arm].name} gains more from {words}", "it rises, EAGLE-2 hardly (in a figure)", both, seen])
     for arm in ("eagle3", "eagle3.1"):
         level, of_both = found.level(arm, "eagle2", LEVEL), NOT_RUN
         if level is not None:
@@ -467,27 +475,32 @@ def data(found: Found) -> list[str]:
 
 
 def longer(found: Found) -> list[str]:
-    """tau after more steps, and gains over EAGLE-2 after as many."""
-    every = (STEPS, *LONGER)
-    rows = []
-    for arm in LONG:
-        rows.append([ARMS[arm].name, *(_of_seeds(found.tau(arm, steps=steps), with_interval) for steps in every)])
-    for arm, tree in itertools.product(LONG[1:], (TREE, CHAIN)):
-        gains = [found.ratio(arm, "eagle2", tree, steps=steps) for steps in every]
-        rows.append([f"{ARMS[arm].name} vs. EAGLE-2, {tree}", *(_of_seeds(gain, with_verdict) for gain in gains)])
-    return table(["tau, tree of 60", *(f"{steps:,} steps" for steps in every)], rows)
+    """tau after more steps."""
+    return _against_eagle2(found, {f"{steps:,} steps": (ALL, steps) for steps in (STEPS, *LONGER)})
 
 
 def fed(found: Found) -> list[str]:
     """tau after LONGER[1] steps on more conversations."""
-    counts = found.lines.get("data", {}).get("training_conversations", {})
-    sizes = (ALL, *MORE)
-    rows = [
-        [ARMS[arm].name, *(_of_seeds(found.tau(arm, size=size, steps=LONGER[1]), with_interval) for size in sizes)]
-        for arm in LONG
-    ]
-    head = [f"{counts.get(SIZES[ALL], 0) * size // ALL:,} conversations" for size in sizes]
-    return table(["tau, tree of 60", *head], rows)
+    whole = found.lines.get("data", {}).get("training_conversations", {}).get(SIZES[ALL], 0)
+    return _against_eagle2(
+        found, {f"{whole * size // ALL:,} conversations": (size, LONGER[1]) for size in (ALL, *MORE)}
+    )
+
+
+def _against_eagle2(found: Found, columns: Mapping[str, tuple[int, int]]) -> list[str]:
+    """tau of the arms that train for longer, and their gains over EAGLE-2 after as much.
+
+    Args:
+        columns: (data size, steps) by head.
+    """
+    rows = []
+    for arm in LONG:
+        taus = [found.tau(arm, size=size, steps=steps) for size, steps in columns.values()]
+        rows.append([ARMS[arm].name, *(_of_seeds(tau, with_interval) for tau in taus)])
+    for arm, tree in itertools.product(LONG[1:], (TREE, CHAIN)):
+        gains = [found.ratio(arm, "eagle2", tree, (size, size), steps) for size, steps in columns.values()]
+        rows.append([f"{ARMS[arm].name} vs. EAGLE-2, {tree}", *(_of_seeds(gain, with_verdict) for gain in gains)])
+    return table(["tau, tree of 60", *columns], rows)
 
 
 def _of_seeds(found: Estimate | None, shown: Callable[[Estimate | None], str]) -> str:
