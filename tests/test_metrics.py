@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.measured.metrics import summarise, summarise_all, tau
+from draftsmith.eval.measured.metrics import bootstrap, summarise, summarise_all, tau
 
 
 def trace(accepted: list[int], is_cut: bool, length: int) -> Generation:
@@ -81,6 +81,15 @@ def test_acceptance_by_position_against_a_slow_twin() -> None:
         assert sum(i * n for i, n in enumerate(row["accepted_histogram"])) == sum(
             sum(g.accepted_per_round) for g in generations
         )
+
+
+@pytest.mark.parametrize(("infinite", "expected"), [(10, [24.975, 974.025]), (25, None), (40, None)])
+def test_infinite_resamples_count_and_an_interval_has_two_ends(infinite: int, expected: list[float] | None) -> None:
+    """Of 1,000 resamples with 0, 1, 2, ..., the 2.5th and 97.5th percentiles; the last ones are infinite."""
+    values = np.arange(1000.0)
+    values[len(values) - infinite :] = np.inf
+    interval = bootstrap(np.ones((2, 1)), 1000, 0)
+    assert interval(lambda sums: values) == (expected and pytest.approx(expected))
 
 
 def test_summary_of_traces() -> None:

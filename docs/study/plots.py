@@ -76,11 +76,12 @@ def _position_series(found: Found, arms: Sequence[str]) -> list[Series]:
 
 
 def _longer_series(found: Found) -> list[Series]:
-    """Of the arms with more than one number of steps; means over the seeds that have run."""
+    """Means over all seeds, of the arms with more than one number of steps."""
     result = []
     for i, arm in enumerate(LONG, start=1):
-        points = [(steps, found.tau(arm, steps=steps)) for steps in (STEPS, *LONGER)]
-        if sum(tau is not None for _, tau in points) > 1:
+        taus = {steps: found.tau(arm, steps=steps) for steps in (STEPS, *LONGER)}
+        points = [(steps, tau) for steps, tau in taus.items() if tau is not None and len(tau.by_seed) == len(SEEDS)]
+        if len(points) > 1:
             result += _series(ARMS[arm].name, f"s{i}", points)
     return result
 

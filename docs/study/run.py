@@ -378,7 +378,7 @@ class Study:
         print(f"{_now()} {cell.name}: about {likely_seconds(cell, lines) / 60:.1f} min", flush=True)
         seconds = [self._command(command, folder / "log.txt", lock) for command in wanted]
         record = {
-            **{"cell": cell.name, "kind": cell.kind, "arm": cell.arm, "conversations": cell.size, "seed": cell.seed},
+            **{"cell": cell.name, "kind": cell.kind, "arm": cell.arm, "seed": cell.seed},
             **{"commit": commit(), "date": _now(), "seconds": round(sum(seconds), 1)},
             **resumed,
             **found(cell, self.places, lines, seconds),

@@ -1,6 +1,7 @@
 """tau against candidates of C2T's and EAGLE-2's trees, behind eval/c2t_sweep.py."""
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +32,6 @@ EAGLE2 = "eagle2"
 COLUMNS = ("tokens", "rounds", "nodes", "calls")  # sums of each point
 BeamSetting = tuple[int | None, tuple[float, ...] | None]  # K2 (None: all), and betas of its own
 FAR_APART = 3  # times the nodes: a curve between points farther apart is a guess
-UNDEFINED = 0.025  # most resamples beyond the curve, as a share: with more, an interval would lack an end
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def sweep_numbers(
 
     `share` is None if EAGLE-2's tau lies beyond a curve's end. `beyond` is then "below" or "above" the curve's taus,
     and `share_at_end` the share of the curve's last point there. Below, that point has more than EAGLE-2's tau.
-    `share_interval` is None beyond a curve's end, between points that are `far_apart`, and if resamples lie beyond.
+    `share_interval` is None beyond a curve's end, between points that are `far_apart`, and if an end lies beyond.
 
     Args:
         found: of every point's contender, one generation per answer, in the same order.
@@ -169,10 +169,11 @@ def sweep_numbers(
             continue
         by_tau = sorted(members, key=lambda member: rows[member]["tau"])
         for i in curves[EAGLE2]:
-            share = float(_share(total, members, i)[0])
-            reached = not np.isnan(share)
+            share = math.exp(_log_share(total, members, i)[0])
+            reached = 0 < share < math.inf
             end = None if reached else by_tau[0] if rows[i]["tau"] < rows[by_tau[0]]["tau"] else by_tau[-1]
             guessed = not reached or far_apart([rows[member] for member in members], rows[i]["tau"])
+            logs = interval(lambda s, m=members, i=i: _log_share(s, m, i))
             equal.append(
                 {
                     "curve": name,
@@ -181,7 +182,7 @@ def sweep_numbers(
                     "eagle2_candidates": rows[i]["candidates"],
                     "candidates": round(share * rows[i]["candidates"]) if reached else None,
                     "share": round(share, 4) if reached else None,
-                    "share_interval": None if guessed else interval(lambda s, m=members, i=i: _mostly(_share(s, m, i))),
+                    "share_interval": None if guessed or logs is None else [round(math.exp(end), 4) for end in logs],
                     "beyond": None if end is None else "below" if end == by_tau[0] else "above",
                     "share_at_end": None if end is None else round(rows[end]["candidates"] / rows[i]["candidates"], 4),
                 }
@@ -226,22 +227,18 @@ def _tau(sums: np.ndarray) -> np.ndarray:
     return _per_round(sums, "tokens")
 
 
-def _share(sums: np.ndarray, curve: Sequence[int], point: int) -> np.ndarray:
-    """[samples] candidates of `curve` at `point`'s tau over those of `point`; NaN beyond the ends of the curve."""
+def _log_share(sums: np.ndarray, curve: Sequence[int], point: int) -> np.ndarray:
+    """[samples] logarithm of the candidates of `curve` at `point`'s tau over those of `point`; infinite beyond the ends
+    of the curve, negative where it begins."""
     taus, candidates = _tau(sums), _column(sums, "nodes")
     order = taus[:, curve].argsort(axis=1, kind="stable")
     by_tau = np.take_along_axis(taus[:, curve], order, axis=1)
     logs = np.take_along_axis(np.log(candidates[:, curve]), order, axis=1)
     needed = [
-        np.interp(tau, its_taus, its_logs, left=np.nan, right=np.nan)
+        np.interp(tau, its_taus, its_logs, left=-np.inf, right=np.inf)
         for tau, its_taus, its_logs in zip(taus[:, point], by_tau, logs, strict=True)
     ]
-    return np.exp(np.array(needed)) / candidates[:, point]
-
-
-def _mostly(shares: np.ndarray) -> np.ndarray:
-    """All NaN if more than a few shares are: the others would give too narrow an interval."""
-    return np.full_like(shares, np.nan) if np.isnan(shares).mean() > UNDEFINED else shares
+    return np.array(needed) - np.log(candidates[:, point])
 
 
 # What is printed and written.

@@ -335,8 +335,8 @@ def bootstrap(per_prompt: np.ndarray, samples: int, seed: int) -> Callable[[Stat
     """95 % intervals of statistics of column sums, resampling prompts (answers of one prompt are not independent).
 
     Returns:
-        A function from a statistic of resampled sums [samples, columns] to its interval. The interval is None if the
-        statistic is undefined or there is only one prompt.
+        A function from a statistic of resampled sums [samples, columns] to its interval. Resamples of which it is NaN
+        are left out. The interval is None if it is NaN of all, if an end is infinite, or if there is only one prompt.
     """
     if len(per_prompt) < 2:
         return lambda statistic: None
@@ -346,8 +346,9 @@ def bootstrap(per_prompt: np.ndarray, samples: int, seed: int) -> Callable[[Stat
     def interval(statistic: Statistic) -> list[float] | None:
         with np.errstate(divide="ignore", invalid="ignore"):
             values = statistic(sums)
-        values = values[np.isfinite(values)]
-        return [round(float(v), 4) for v in np.percentile(values, INTERVAL)] if len(values) else None
+            values = values[~np.isnan(values)]
+            ends = np.percentile(values, INTERVAL) if len(values) else np.full(2, np.nan)
+        return [round(float(end), 4) for end in ends] if np.isfinite(ends).all() else None
 
     return interval
 
