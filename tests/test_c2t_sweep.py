@@ -9,7 +9,7 @@ import pytest
 
 from draftsmith.eval import c2t_sweep
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.measured.c2t_curves import Point, points_of, sweep_numbers
+from draftsmith.eval.measured.c2t_curves import Point, points_of, print_numbers, sweep_numbers
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.recipes.errors import UserError
 from tests import reference
@@ -25,9 +25,16 @@ def rounds_of(chance: random.Random, tokens: int, tau: float, nodes: int) -> Gen
     return Generation([1], list(range(tokens)), accepted, False, trees, [3] * len(accepted))
 
 
-@pytest.mark.parametrize(("largest", "apart"), [(30, False), (60, True)])
+# Nodes of the curve's last point, tau of EAGLE-2's last tree, and whether that has no interval: its neighbours are more
+# than three times apart, or the curve ends below it in more than a few resamples.
+@pytest.mark.parametrize(("largest", "tau_of_last", "unknown"), [(30, 3.0, False), (60, 3.0, True), (30, 3.3, True)])
 def test_a_share_is_what_the_curve_needs_for_the_same_tau(
-    place: Path, tmp_path: Path, largest: int, apart: bool
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    largest: int,
+    tau_of_last: float,
+    unknown: bool,
 ) -> None:
     C2tClassifier(C2tConfig()).save(tmp_path)
     recipe = recipe_of(place, f"classifier.out={tmp_path}")
@@ -39,7 +46,7 @@ def test_a_share_is_what_the_curve_needs_for_the_same_tau(
     assert {(p.contender.tree.width, p.contender.tree.calls) for p in points} == {(4, 4)}
     chance = random.Random(0)
     shapes = {"c2t 0.8": (2.0, 5), "c2t 0.5": (2.6, 9), "c2t 0.2": (3.4, largest)}
-    shapes |= {"eagle2 4": (1.5, 3), "eagle2 9": (2.3, 12), "eagle2 20": (3.0, 40)}
+    shapes |= {"eagle2 4": (1.5, 3), "eagle2 9": (2.3, 12), "eagle2 20": (tau_of_last, 40)}
     found = {name: [rounds_of(chance, 40, *shape) for _ in range(60)] for name, shape in shapes.items()}
     numbers = sweep_numbers(points, found, 200, 0)
 
@@ -61,12 +68,14 @@ def test_a_share_is_what_the_curve_needs_for_the_same_tau(
             continue
         needed = math.exp(reference.on_a_line(curve, tau))
         assert row["share"] == pytest.approx(needed / candidates, abs=1e-4)
-        if name == "eagle2 20" and apart:  # between points more than three times apart
+        if name == "eagle2 20" and unknown:
             assert row["share_interval"] is None
         else:
             assert row["share_interval"][0] < row["share"] < row["share_interval"][1]
         assert row["beyond"] is None and row["share_at_end"] is None
     assert [row["share"] is None for row in numbers["at_equal_tau"]] == [True, False, False]
+    print_numbers(numbers)
+    assert ("note: a share without an interval" in capsys.readouterr().out) is unknown
 
 
 def test_a_sweep_s_settings_are_checked_and_the_recipe_s_own_tree_counts(place: Path, tmp_path: Path) -> None:

@@ -296,6 +296,8 @@ def test_growth_and_shares_are_paired_by_prompt(lines: dict[str, Any]) -> None:
     found = Found(lines).growth("eagle3", "eagle2", (1, 8))
     assert found is not None and found.value == pytest.approx(sum(rounds_of(0, 3)) / sum(rounds_of(11, 6)))
     assert Found(lines).growth("eagle3", "eagle2", (1, 4)) is None
+    claim = next(row for row in study_report.claims(Found(lines)) if "gains more from eight times" in row)
+    assert claim.endswith("| undecided (one seed) |")  # two trainings
     lines |= {
         drafter_name("eagle3", 8, 1): lines[drafter_name("hass")],
         drafter_name("eagle3", 1, 1): lines[drafter_name("eagle2", 2)],

@@ -173,7 +173,7 @@ def sweep_numbers(
             reached = 0 < share < math.inf
             end = None if reached else by_tau[0] if rows[i]["tau"] < rows[by_tau[0]]["tau"] else by_tau[-1]
             guessed = not reached or far_apart([rows[member] for member in members], rows[i]["tau"])
-            logs = interval(lambda s, m=members, i=i: _log_share(s, m, i))
+            logs = None if guessed else interval(lambda s, m=members, i=i: _log_share(s, m, i))
             equal.append(
                 {
                     "curve": name,
@@ -182,7 +182,7 @@ def sweep_numbers(
                     "eagle2_candidates": rows[i]["candidates"],
                     "candidates": round(share * rows[i]["candidates"]) if reached else None,
                     "share": round(share, 4) if reached else None,
-                    "share_interval": None if guessed or logs is None else [round(math.exp(end), 4) for end in logs],
+                    "share_interval": logs and [round(math.exp(log), 4) for log in logs],
                     "beyond": None if end is None else "below" if end == by_tau[0] else "above",
                     "share_at_end": None if end is None else round(rows[end]["candidates"] / rows[i]["candidates"], 4),
                 }
@@ -228,8 +228,8 @@ def _tau(sums: np.ndarray) -> np.ndarray:
 
 
 def _log_share(sums: np.ndarray, curve: Sequence[int], point: int) -> np.ndarray:
-    """[samples] logarithm of the candidates of `curve` at `point`'s tau over those of `point`; infinite beyond the ends
-    of the curve, negative where it begins."""
+    """[samples] logarithm of the candidates of `curve` at `point`'s tau over those of `point`; -inf where the curve
+    begins above that tau, inf where it ends below."""
     taus, candidates = _tau(sums), _column(sums, "nodes")
     order = taus[:, curve].argsort(axis=1, kind="stable")
     by_tau = np.take_along_axis(taus[:, curve], order, axis=1)
@@ -260,8 +260,8 @@ def print_numbers(numbers: dict[str, Any]) -> None:
         )
     if any(row["share"] is not None and row["share_interval"] is None for row in numbers["at_equal_tau"]):
         print(
-            f"note: shares without an interval lie near an end of the curve, or between points more than {FAR_APART} "
-            "times apart; --betas between or beyond these would tell"
+            f"note: a share without an interval lies near an end of its curve, or between trees of which one has more "
+            f"than {FAR_APART} times the nodes; --betas beyond or between these would tell"
         )
 
 
