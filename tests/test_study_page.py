@@ -12,6 +12,7 @@ import pytest
 from docs.study import numbers as study_numbers
 from docs.study import page as study_report
 from docs.study import run as study
+from docs.study import shapes
 from docs.study.cells import (
     CHAIN,
     CUTS,
@@ -393,6 +394,31 @@ def test_plots_of_what_is_there(lines: dict[str, Any], tmp_path: Path) -> None:
         study_report.write_png(plot, tmp_path / f"{plot.name}.png")
         assert (tmp_path / f"{plot.name}.png").read_bytes().startswith(b"\x89PNG")
     assert "HASS" in made["positions"].description and "PosS" not in made["positions"].description
+
+
+def test_the_curve_of_shapes_is_that_of_the_first_tables() -> None:
+    def table(*rows: str, head: str) -> str:
+        return "\n".join([f"| layers x width | {head} |", "|---|---|", *rows])
+
+    ours = table(
+        "| 8 x 256 | 1.28 | 0.65 |", "| 16 x 192 | 1.36 | 0.81 | (busy)", head="gain of a chain of 4, tau 2.3 | tau 3"
+    )
+    served = table(
+        "| 8 x 256 | 4.15 (4.05-4.22) | 0.55 (0.54-0.57) |", head="round with a chain of 4 / T_t | gain, tau 2.3"
+    )
+    of_a_gpu = table("| 32 x 4096 | 1.76 | 1.74 |", head="chain of 4, tau 2.3 | tau 3")
+    page = "\n\n".join(["From which target on\npays", ours, "llama.cpp:", served, of_a_gpu, "the end\n"])
+    (ax,) = shapes.plot_of(page).draw(lambda role: "#000000").axes
+    drawn = {line.get_label(): np.asarray(line.get_xydata()).tolist() for line in ax.lines[:-1]}
+    assert drawn == {
+        "our loop, width 256": [[8, 1.28]],
+        "our loop, width 192": [[16, 1.36]],
+        "llama.cpp, width 256": [[8, 0.55]],
+    }
+    bands = [(each.get_datalim(ax.transData).y0, each.get_datalim(ax.transData).y1) for each in ax.collections]
+    assert bands == [(1.28, 1.28), (1.36, 1.36), (0.54, 0.57)]
+    with pytest.raises(UserError, match="--tables: the page has none"):
+        shapes.plot_of(of_a_gpu.replace("2.3", "2.4"))
 
 
 def test_the_report_command(lines: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

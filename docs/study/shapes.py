@@ -4,6 +4,7 @@
     python -m docs.study.shapes --shapes 8x256 24x192  # layers x width
     python -m docs.study.shapes --llama-cpp .llama.cpp # in llama.cpp, too, as `make serve-check` builds it
     python -m docs.study.shapes --config meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 --device cuda
+    python -m docs.study.shapes --tables docs/results.md --plot docs/study/shapes.png    # draws a page's tables
 
 Costs depend on shapes alone, so nothing is trained: a Llama of each shape, with the demo target's vocabulary and ratios
 of widths, and an EAGLE-3 drafter for it. The planner's own measurement (eval/planner/cost_model.py) times real rounds
@@ -13,15 +14,17 @@ precision of `--dtype`.
 
 llama.cpp gets a table of its own, with float32 weights: its llama-bench reads n tokens behind a context, and its
 llama-server answers prompts with and without the drafter in turn, which tells what a round with a chain of 4 costs.
-Medians, and the lowest and highest of all times. `--plot` draws the gains of the chain.
+Medians, and the lowest and highest of all times. `--plot` draws the gains of the chain: those measured, or those of
+the first tables in the file of `--tables`.
 """
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +36,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from docs.study.make_demo_target import llama_config
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, set_axis_titles, write_png
+from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, line_legend, set_axis_titles, write_png
 from draftsmith.eval.planner.cost_model import Costs, family, measure_costs, shape_of
 from draftsmith.models.blocked import block_layers, block_linears
 from draftsmith.models.chat import load_config, tokenizer_fingerprint
@@ -168,18 +171,37 @@ def costs_in_llama_cpp(model: Any, drafter: Eagle3Drafter, texts: list[list[int]
         return ServedCosts(alone, drafted, read)
 
 
-def plot_of(gains: Mapping[str, Mapping[int, Sequence[float]]]) -> Plot:
-    """Of each curve the gains by layers: the lowest, the median and the highest."""
+def plot_of(tables: str) -> Plot:
+    """The gains of the chain by layers, a curve for each width: the first table of our loop, and of llama.cpp.
+
+    Raises:
+        UserError: `tables` has neither.
+    """
+    curves: dict[str, dict[int, list[float]]] = {}  # the median, the lowest and the highest, or one number
+    titles = {"our loop": f"chain of 4, tau {CHAIN_TAU} |", "llama.cpp": f"| gain, tau {CHAIN_TAU} |"}
+    for name, title in titles.items():
+        table = next((each.splitlines() for each in tables.split("\n\n") if title in each), ["", ""])
+        heads = [head.strip() for head in table[0].split("|")]
+        for row in table[2:]:
+            cells = row.split("|")
+            layers, width = map(int, cells[1].split(" x "))
+            gain = next(cell for head, cell in zip(heads, cells, strict=False) if head.endswith(f"tau {CHAIN_TAU}"))
+            curves.setdefault(f"{name}, width {width}", {})[layers] = [*map(float, re.findall(r"[\d.]+", gain))]
+    if not curves:
+        raise UserError("--tables: the page has none of this script's tables; write what it prints into one")
     series: list[Series] = [
-        (name, f"s{i}", [*own], [middle for _, middle, _ in own.values()], [each[::2] for each in own.values()])
-        for i, (name, own) in enumerate(gains.items(), start=1)
+        (name, f"s{i}", [*own], [gain[0] for gain in own.values()], [(gain + gain)[-2:] for gain in own.values()])
+        for i, (name, own) in enumerate(curves.items(), start=1)
     ]
 
     def draw(colours: Colours) -> Figure:
         figure = banded_lines(colours, series)
-        figure.axes[0].set_xticks(sorted({layers for own in gains.values() for layers in own}))
-        figure.axes[0].axhline(1, color=colours("plain"), linewidth=0.8)  # below it, drafting loses
-        set_axis_titles(figure.axes[0], colours, "layers", "times as fast as plain decoding")
+        (ax,) = figure.axes
+        ax.set_xticks(sorted({layers for own in curves.values() for layers in own}))
+        ax.set_ylim(0)
+        line_legend(ax, colours, ax.lines, loc="lower center", ncols=2)
+        ax.axhline(1, color=colours("plain"), linewidth=0.8)  # below it, drafting loses
+        set_axis_titles(ax, colours, "layers", "times as fast as plain decoding")
         return figure
 
     return Plot("shapes", f"A chain of 4 with tau {CHAIN_TAU}, by the target's depth", "As in the tables.", draw)
@@ -196,7 +218,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", type=shape, metavar="LAYERSxWIDTH", help="targets to measure")
     parser.add_argument("--llama-cpp", type=Path, help="folder with llama.cpp's sources and build")
     parser.add_argument("--config", help="a target's folder or name on the Hub: its shape instead")
-    parser.add_argument("--plot", type=Path, help="a PNG file to write")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the gains of the chain into this file")
+    parser.add_argument("--tables", type=Path, metavar="PAGE", help="a page with such tables: draw, measure nothing")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     options = parser.parse_args()
@@ -208,15 +231,33 @@ def main() -> None:
         raise UserError(f"--plot: {options.plot.parent} is no folder; make it first")
     if options.llama_cpp and not (server := options.llama_cpp / "build/bin/llama-server").exists():
         raise UserError(f"--llama-cpp: {server} does not exist; `make .llama.cpp/.built` builds it in .llama.cpp")
+    if options.tables and not options.plot:
+        parser.error("--tables: give --plot as well, the file to draw them into")
+    if options.tables and not options.tables.is_file():
+        raise UserError(f"--tables: {options.tables} is no file; name a page with tables of this script")
+    tables = options.tables.read_text() if options.tables else measured(options)
+    if options.plot:
+        with atomic_path(options.plot) as unfinished:
+            write_png(plot_of(tables), unfinished)
+
+
+def measured(options: argparse.Namespace) -> str:
+    """Measures each shape and prints the tables, which it returns."""
+    tables = ""
+
+    def tell(text: str) -> None:
+        nonlocal tables
+        tables += f"{text}\n"
+        print(text, flush=True)
+
     device = torch.device(device_name(options.device))
     columns = ["layers x width", "MB in bfloat16", "T_t, ms", "draft call / T_t"]
     columns += [*(f"T_v({nodes}) / T_t" for nodes in NODES), *DRAFTERS]
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    tell(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     configs = [llama_config(VOCAB, layers, width, width * 11 // 4) for layers, width in options.shapes or SHAPES]
     if options.config:
         configs = [load_config(TargetSection(model=options.config))]
     of_llama_cpp = []
-    drawn: dict[str, dict[int, Sequence[float]]] = {}
     for given in configs:
         torch.manual_seed(0)
         model, drafter = pair_of(given, device, getattr(torch, options.dtype))
@@ -226,8 +267,6 @@ def main() -> None:
         if options.llama_cpp:
             served = costs_in_llama_cpp(model, drafter, texts, options.llama_cpp)
             of_llama_cpp.append([f"{layers} x {width}", *served.row()])
-            low, *_, high = served.gains
-            drawn.setdefault(f"llama.cpp, width {width}", {})[layers] = low, statistics.median(served.gains), high
         costs = costs_of(model, drafter, texts)
         call = float(costs.draft[family(CHAIN)]([16]).item()) / 16
         verify = [float(costs.verify["chain" if n <= CHAIN.most else "tree"]([n]).item()) / costs.plain for n in NODES]
@@ -236,17 +275,14 @@ def main() -> None:
             kind = shape_of(tree)
             parts = (costs.draft[family(tree)]([calls]), costs.verify[kind]([nodes]), costs.rest[kind]([nodes]))
             gains.append(tau * costs.plain / sum(float(part.item()) for part in parts))
-        drawn.setdefault(f"our loop, width {width}", {})[layers] = [gains[0]] * 3
         numbers = [f"{1e3 * costs.plain:.1f}", *(f"{each:.2f}" for each in [call / costs.plain, *verify, *gains])]
         note = " (busy)" if costs.busy else ""
-        print(f"| {layers} x {width} | {megabytes:.1f} | {' | '.join(numbers)} |{note}", flush=True)
+        tell(f"| {layers} x {width} | {megabytes:.1f} | {' | '.join(numbers)} |{note}")
     if of_llama_cpp:
         columns = [columns[0], *columns[2 : 4 + len(NODES)], "round with a chain of 4 / T_t", f"gain, tau {CHAIN_TAU}"]
-        print(f"\nllama.cpp:\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-        print("\n".join(f"| {' | '.join(row)} |" for row in of_llama_cpp))
-    if options.plot:
-        with atomic_path(options.plot) as unfinished:
-            write_png(plot_of(drawn), unfinished)
+        tell(f"\nllama.cpp:\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+        tell("\n".join(f"| {' | '.join(row)} |" for row in of_llama_cpp))
+    return tables
 
 
 if __name__ == "__main__":
