@@ -72,7 +72,7 @@ vision-target: install  ## train the vision demo's target again: 104 minutes
 image-target: install  ## train the image demo's target again: 42 minutes
 	$(BIN)/python -m docs.study.make_image_target --out runs/demo_lantern_target
 
-study: install  ## all drafters on a small target: some 40 hours of a core; docs/results.md
+study: install  ## all drafters on a small target: some 50 hours of a core; docs/results.md
 	$(BIN)/draftsmith regenerate docs/study/study.yaml
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.study.run
 	$(BIN)/python -m docs.study.page

@@ -63,6 +63,7 @@ DOC, PLOTS = Path("docs/results.md"), Path("docs/study")
 NOT_RUN, NOT_REACHED = "not run", "not reached"
 LEVEL = 5  # compared with the first step
 FR_SPEC_KEPT = 0.98  # of tau with half the vocabulary (FR-Spec, table 1)
+TOP10 = {"1": "hass"} | {weight: f"hass-top10-{weight}" for weight in ("0.3", "0.1", "0.03")}  # arms by weight
 # (arm, the arm that it is compared with)
 COMPARED = (
     *(("eagle3", "eagle2"), ("hass", "eagle2"), ("hass3", "eagle2"), ("hass3", "hass"), ("eagle3", "hass")),
@@ -79,7 +80,7 @@ COMPARED = (
     *(("fc-norm", "eagle3"), ("norm-output", "eagle3"), ("poss2-eagle3.1", "eagle3.1")),
     *((arm, "eagle3-further") for arm in ("poss2-further", "poss2-further-0.9", "poss2-further-whole")),
     ("poss2-further-whole", "poss2-further-0.9"),
-    *((f"hass-top10-{weight}", "hass-top10-0") for weight in ("0.3", "0.1", "0.03")),
+    *((arm, "hass-top10-0") for arm in TOP10.values()),
     ("hass-top10-0", "hass-no-top10"),
 )
 UNREPORTED = "not reported"
@@ -126,10 +127,10 @@ CLAIMS = (
         (
             f"A top-10 loss of weight {weight} helps HASS, at equal rate",
             "published with weight 1",
-            f"hass-top10-{weight}",
+            arm,
             "hass-top10-0",
         )
-        for weight in ("0.3", "0.1", "0.03")
+        for weight, arm in TOP10.items()
     ),
     (SIX_STEPS, UNREPORTED, "hass-no-top10", "hass2-no-top10"),
     (TWO_STEPS, UNREPORTED, "eagle3.1", "hass2-no-top10"),
@@ -484,19 +485,17 @@ def data(found: Found) -> list[str]:
 
 def longer(found: Found) -> list[str]:
     """tau after more steps."""
-    return _against_eagle2(found, {f"{steps:,} steps": (ALL, steps) for steps in (STEPS, *LONGER)})
+    return _trained_alike(found, {f"{steps:,} steps": (ALL, steps) for steps in (STEPS, *LONGER)})
 
 
 def fed(found: Found) -> list[str]:
     """tau after LONGER[1] steps on more conversations."""
     whole = found.lines.get("data", {}).get("training_conversations", {}).get(SIZES[ALL], 0)
-    return _against_eagle2(
-        found, {f"{whole * size // ALL:,} conversations": (size, LONGER[1]) for size in (ALL, *MORE)}
-    )
+    return _trained_alike(found, {f"{whole * size // ALL:,} conversations": (size, LONGER[1]) for size in (ALL, *MORE)})
 
 
-def _against_eagle2(found: Found, columns: Mapping[str, tuple[int, int]]) -> list[str]:
-    """tau of the arms that train for longer, and their gains over EAGLE-2 after as much.
+def _trained_alike(found: Found, columns: Mapping[str, tuple[int, int]]) -> list[str]:
+    """tau of the arms that train for longer, and their gains over EAGLE-2 and PosS-2 after as much.
 
     Args:
         columns: (data size, steps) by head.
@@ -505,9 +504,11 @@ def _against_eagle2(found: Found, columns: Mapping[str, tuple[int, int]]) -> lis
     for arm in LONG:
         taus = [found.tau(arm, size=size, steps=steps) for size, steps in columns.values()]
         rows.append([ARMS[arm].name, *(_of_seeds(tau, with_interval) for tau in taus)])
-    for arm, tree in itertools.product(LONG[1:], (TREE, CHAIN)):
-        gains = [found.ratio(arm, "eagle2", tree, (size, size), steps) for size, steps in columns.values()]
-        rows.append([f"{ARMS[arm].name} vs. EAGLE-2, {tree}", *(_of_seeds(gain, with_verdict) for gain in gains)])
+    pairs = [*((arm, "eagle2") for arm in LONG[1:]), ("eagle3.1", "poss2")]
+    for (arm, base), tree in itertools.product(pairs, (TREE, CHAIN)):
+        gains = [found.ratio(arm, base, tree, (size, size), steps) for size, steps in columns.values()]
+        words = f"{ARMS[arm].name} vs. {ARMS[base].name}, {tree}"
+        rows.append([words, *(_of_seeds(gain, with_verdict) for gain in gains)])
     return table(["tau, tree of 60", *columns], rows)
 
 

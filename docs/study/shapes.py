@@ -14,12 +14,13 @@ precision of `--dtype`.
 
 llama.cpp gets a table of its own, with float32 weights: its llama-bench reads n tokens behind a context, and its
 llama-server answers prompts with and without the drafter in turn, which tells what a round with a chain of 4 costs.
-Medians, and the lowest and highest of all times. `--plot` draws the gains of the chain: those measured, or those of
-the first tables in the file of `--tables`.
+Medians, and the lowest and highest of all times. `--plot` draws the gains: those measured, or those of the first tables
+in the file of `--tables`.
 """
 
 import argparse
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -172,21 +173,19 @@ def costs_in_llama_cpp(model: Any, drafter: Eagle3Drafter, texts: list[list[int]
 
 
 def plot_of(tables: str) -> Plot:
-    """The gains of the chain by layers, a curve for each width: the first table of our loop, and of llama.cpp.
+    """Gains by layers, a curve for each width: those of the first table of our loop, and of llama.cpp's.
 
     Raises:
         UserError: `tables` has neither.
     """
     curves: dict[str, dict[int, list[float]]] = {}  # the median, the lowest and the highest, or one number
-    titles = {"our loop": f"chain of 4, tau {CHAIN_TAU} |", "llama.cpp": f"| gain, tau {CHAIN_TAU} |"}
-    for name, title in titles.items():
-        table = next((each.splitlines() for each in tables.split("\n\n") if title in each), ["", ""])
-        heads = [head.strip() for head in table[0].split("|")]
-        for row in table[2:]:
-            cells = row.split("|")
-            layers, width = map(int, cells[1].split(" x "))
-            gain = next(cell for head, cell in zip(heads, cells, strict=False) if head.endswith(f"tau {CHAIN_TAU}"))
-            curves.setdefault(f"{name}, width {width}", {})[layers] = [*map(float, re.findall(r"[\d.]+", gain))]
+    titles = (*DRAFTERS, f"gain, tau {CHAIN_TAU}")
+    for name, title in zip(("chain", "tree", "llama.cpp, chain"), titles, strict=True):
+        table = next((each[each.index(title) :] for each in tables.split("\n\n") if f"{title} |" in each), "")
+        behind = table.partition("\n")[0].count("|")  # the number of `|` that follow in a row, from this column on
+        for layers, width, cells in re.findall(r"^\| (\d+) x (\d+) \|(.*\|)", table, re.MULTILINE):
+            gain = [float(number) for number in re.findall(r"\d+\.\d+", cells.split("|")[-behind - 1])]
+            curves.setdefault(f"{name}, width {width}", {})[int(layers)] = gain or [math.nan]
     if not curves:
         raise UserError("--tables: the page has none of this script's tables; write what it prints into one")
     series: list[Series] = [
@@ -204,7 +203,7 @@ def plot_of(tables: str) -> Plot:
         set_axis_titles(ax, colours, "layers", "times as fast as plain decoding")
         return figure
 
-    return Plot("shapes", f"A chain of 4 with tau {CHAIN_TAU}, by the target's depth", "As in the tables.", draw)
+    return Plot("shapes", f"What a {', or a '.join(DRAFTERS)}, gains", "As in the tables.", draw)
 
 
 def _run(*command: object) -> None:
@@ -218,7 +217,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", type=shape, metavar="LAYERSxWIDTH", help="targets to measure")
     parser.add_argument("--llama-cpp", type=Path, help="folder with llama.cpp's sources and build")
     parser.add_argument("--config", help="a target's folder or name on the Hub: its shape instead")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the gains of the chain into this file")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the gains into this file")
     parser.add_argument("--tables", type=Path, metavar="PAGE", help="a page with such tables: draw, measure nothing")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
@@ -227,15 +226,22 @@ def main() -> None:
         parser.error("--llama-cpp: leave it out with --config; it serves targets with the demo's vocabulary")
     if options.config and options.shapes:
         parser.error("--shapes: leave it out with --config, which gives the shape")
+    if options.plot and options.plot.is_dir():
+        raise UserError(f"--plot: {options.plot} is a folder; name a file in it")
     if options.plot and not options.plot.absolute().parent.is_dir():
         raise UserError(f"--plot: {options.plot.parent} is no folder; make it first")
     if options.llama_cpp and not (server := options.llama_cpp / "build/bin/llama-server").exists():
         raise UserError(f"--llama-cpp: {server} does not exist; `make .llama.cpp/.built` builds it in .llama.cpp")
     if options.tables and not options.plot:
         parser.error("--tables: give --plot as well, the file to draw them into")
-    if options.tables and not options.tables.is_file():
-        raise UserError(f"--tables: {options.tables} is no file; name a page with tables of this script")
-    tables = options.tables.read_text() if options.tables else measured(options)
+    if options.tables and (options.shapes or options.config or options.llama_cpp):
+        parser.error("--tables: leave out what to measure; it draws what a page has")
+    try:
+        tables = options.tables.read_text(encoding="utf-8") if options.tables else measured(options)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--tables: {options.tables} cannot be read as text; name a page with tables: {error}"
+        ) from None
     if options.plot:
         with atomic_path(options.plot) as unfinished:
             write_png(plot_of(tables), unfinished)
@@ -253,10 +259,12 @@ def measured(options: argparse.Namespace) -> str:
     device = torch.device(device_name(options.device))
     columns = ["layers x width", "MB in bfloat16", "T_t, ms", "draft call / T_t"]
     columns += [*(f"T_v({nodes}) / T_t" for nodes in NODES), *DRAFTERS]
-    tell(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     configs = [llama_config(VOCAB, layers, width, width * 11 // 4) for layers, width in options.shapes or SHAPES]
     if options.config:
         configs = [load_config(TargetSection(model=options.config))]
+        if configs[0].get_text_config(decoder=True) is not configs[0]:
+            raise UserError(f"--config: {options.config} is no target of text alone; name one")
+    tell(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     of_llama_cpp = []
     for given in configs:
         torch.manual_seed(0)
