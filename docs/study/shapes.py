@@ -189,7 +189,13 @@ def plot_of(tables: str) -> Plot:
     if not curves:
         raise UserError("--tables: the page has none of this script's tables; write what it prints into one")
     series: list[Series] = [
-        (name, f"s{i}", [*own], [gain[0] for gain in own.values()], [(gain + gain)[-2:] for gain in own.values()])
+        (
+            name,
+            f"s{1 + (i - 1) % 10}",
+            [*own],
+            [gain[0] for gain in own.values()],
+            [(gain + gain)[-2:] for gain in own.values()],
+        )
         for i, (name, own) in enumerate(curves.items(), start=1)
     ]
 
@@ -237,11 +243,12 @@ def main() -> None:
     if options.tables and (options.shapes or options.config or options.llama_cpp):
         parser.error("--tables: leave out what to measure; it draws what a page has")
     try:
-        tables = options.tables.read_text(encoding="utf-8") if options.tables else measured(options)
+        tables = options.tables.read_text(encoding="utf-8") if options.tables else ""
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"--tables: {options.tables} cannot be read as text; name a page with tables: {error}"
         ) from None
+    tables = tables or measured(options)
     if options.plot:
         with atomic_path(options.plot) as unfinished:
             write_png(plot_of(tables), unfinished)
