@@ -396,7 +396,7 @@ def test_plots_of_what_is_there(lines: dict[str, Any], tmp_path: Path) -> None:
     assert "HASS" in made["positions"].description and "PosS" not in made["positions"].description
 
 
-def test_the_curves_of_shapes_are_those_of_the_first_tables() -> None:
+def test_the_curves_of_shapes_are_those_of_the_first_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def table(head: str, *rows: str) -> str:
         return "\n".join([f"| layers x width | {head} |", "|---|---|---|", *rows])
 
@@ -406,7 +406,15 @@ def test_the_curves_of_shapes_are_those_of_the_first_tables() -> None:
         "a round with a chain of 4 / T_t | gain, tau 2.3", "| 8 x 256 | 4.15 (4.05-4.22) | 0.55 (0.54-0.57) |"
     )
     of_a_gpu = table(head, "| 32 x 4096 | 1.76 | 1.74 |")
-    page = "\n\n".join(["From which target on\npays", ours, f"llama.cpp:\n{served}", of_a_gpu, "the end\n"])
+    page = "\n\n".join(
+        [
+            "From which target on\npays",
+            f"A chain of 4, tau 2.3 | as here:\n{ours}",
+            f"llama.cpp:\n{served}",
+            of_a_gpu,
+            "the end\n",
+        ]
+    )
     (ax,) = shapes.plot_of(page).draw(lambda role: "#000000").axes
     drawn = {line.get_label(): np.asarray(line.get_xydata()).tolist() for line in ax.lines[:-1]}
     assert drawn == {
@@ -420,6 +428,11 @@ def test_the_curves_of_shapes_are_those_of_the_first_tables() -> None:
     assert bands == [(1.28, 1.28), (1.36, 1.36), (0.65, 0.65), (0.81, 0.81), (0.54, 0.57)]
     with pytest.raises(UserError, match="--tables: the page has none"):
         shapes.plot_of(served.replace("2.3", "2.4"))
+    (tmp_path / "empty.md").touch()
+    argv = ["shapes.py", "--tables", str(tmp_path / "empty.md"), "--plot", str(tmp_path / "plot.png")]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(UserError, match="--tables: the page has none"):
+        shapes.main()  # which measures nothing instead
 
 
 def test_the_report_command(lines: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

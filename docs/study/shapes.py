@@ -181,22 +181,30 @@ def plot_of(tables: str) -> Plot:
     curves: dict[str, dict[int, list[float]]] = {}  # the median, the lowest and the highest, or one number
     titles = (*DRAFTERS, f"gain, tau {CHAIN_TAU}")
     for name, title in zip(("chain", "tree", "llama.cpp, chain"), titles, strict=True):
-        table = next((each[each.index(title) :] for each in tables.split("\n\n") if f"{title} |" in each), "")
-        behind = table.partition("\n")[0].count("|")  # the number of `|` that follow in a row, from this column on
+        table, head = next(
+            (
+                (block, line)
+                for block in tables.split("\n\n")
+                for line in block.splitlines()
+                if line.startswith("|") and f"{title} |" in line
+            ),
+            ("", title),
+        )
+        behind = head[head.index(title) :].count("|")  # of a row's `|`, those after this column
         for layers, width, cells in re.findall(r"^\| (\d+) x (\d+) \|(.*\|)", table, re.MULTILINE):
-            gain = [float(number) for number in re.findall(r"\d+\.\d+", cells.split("|")[-behind - 1])]
+            gain = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", cells.split("|")[-behind - 1])]
             curves.setdefault(f"{name}, width {width}", {})[int(layers)] = gain or [math.nan]
     if not curves:
         raise UserError("--tables: the page has none of this script's tables; write what it prints into one")
     series: list[Series] = [
         (
             name,
-            f"s{1 + (i - 1) % 10}",
+            f"s{1 + i % 10}",  # the palette's ten colours
             [*own],
             [gain[0] for gain in own.values()],
             [(gain + gain)[-2:] for gain in own.values()],
         )
-        for i, (name, own) in enumerate(curves.items(), start=1)
+        for i, (name, own) in enumerate(curves.items())
     ]
 
     def draw(colours: Colours) -> Figure:
@@ -242,16 +250,17 @@ def main() -> None:
         parser.error("--tables: give --plot as well, the file to draw them into")
     if options.tables and (options.shapes or options.config or options.llama_cpp):
         parser.error("--tables: leave out what to measure; it draws what a page has")
-    try:
-        tables = options.tables.read_text(encoding="utf-8") if options.tables else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--tables: {options.tables} cannot be read as text; name a page with tables: {error}"
-        ) from None
-    tables = tables or measured(options)
+    tables = _read(options.tables) if options.tables else measured(options)
     if options.plot:
         with atomic_path(options.plot) as unfinished:
             write_png(plot_of(tables), unfinished)
+
+
+def _read(page: Path) -> str:
+    try:
+        return page.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--tables: {page} cannot be read as text; name a page with tables: {error}") from None
 
 
 def measured(options: argparse.Namespace) -> str:
