@@ -49,7 +49,7 @@ def lab() -> Iterator[CrashLab]:
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe for both scripts, with its target and prompts: conversations of 1 to 3 turns and six bad lines."""
     folder = tmp_path_factory.mktemp("crashes")
-    model = make_target()
+    model = make_target(num_layers=3)
     model.generation_config.eos_token_id = list(range(4, 320, 25))  # so that random weights end their answers
     model.save_pretrained(folder / "target")
     make_tokenizer().save_pretrained(folder / "target")
@@ -73,7 +73,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "max_length": 200,
             "generator": {"batch_size": 4, "max_new_tokens": 20, "temperature": 1.0},
         },
-        "drafter": {"vocab_size": 160},
+        "drafter": {"vocab_size": 160, "capture_layers": [0, 1, 2]},
         "train": {
             "max_steps": STEPS,
             "batch_size": 4,

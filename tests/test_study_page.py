@@ -286,6 +286,18 @@ def test_what_a_step_keeps_of_the_first_is_compared_seed_by_seed(lines: dict[str
     assert claim.endswith("| EAGLE-3 40 to 36 %; EAGLE-2 50 to 22 % | unfinished: 2 of 3 seeds |")
 
 
+def test_trainings_are_compared_by_the_minute(lines: dict[str, Any]) -> None:
+    eagle2, hass = ({seed: lines[drafter_name(arm, seed=seed)] for seed in (0, 2)} for arm in ("eagle2", "hass"))
+    more = {drafter_name("eagle2", seed=seed, steps=LONGER[1]): line for seed, line in eagle2.items()}  # 0.5 minutes
+    more |= {drafter_name("eagle3.1", seed=seed): line for seed, line in hass.items()}
+    more |= {drafter_name("eagle3.1", seed=0, steps=LONGER[0]): hass[0] | {"train_seconds": 480.0}}
+    more |= {drafter_name("eagle3.1", seed=2, steps=LONGER[0]): hass[2] | {"train_seconds": 9.0, "resumed": True}}
+    gains = [f"{study_report.with_verdict(Found(lines).ratio('eagle2', 'hass', t))} (2 seeds)" for t in (TREE, CHAIN)]
+    rows = study_report.by_the_minute(Found(lines | more))[2:]
+    assert rows[0] == f"| 2,400 | 0.5 | 600 | 4.0 | {gains[0]} | {gains[1]} |"  # half of the 8 minutes of 1,200 steps
+    assert rows[1] == "| 4,800 | not run | 1,200 | 8.0 | not run | not run |"
+
+
 def test_the_interval_over_seeds_is_student_s() -> None:
     """Of logarithms 0, 0.1, 0.2: 0.1 +- t * 0.1 / sqrt(3), and t = 4.3027 as in every table."""
     found = study_numbers.over_seeds(study_numbers.Estimate(1.0, (1.0, 1.0), {k: math.exp(k / 10) for k in range(3)}))
@@ -428,6 +440,8 @@ def test_the_curves_of_shapes_are_those_of_the_first_tables(tmp_path: Path, monk
     assert bands == [(1.28, 1.28), (1.36, 1.36), (0.65, 0.65), (0.81, 0.81), (0.54, 0.57)]
     with pytest.raises(UserError, match="--tables: the page has none"):
         shapes.plot_of(served.replace("2.3", "2.4"))
+    with pytest.raises(UserError, match="--tables: the row `8 x 256` has fewer cells than its head"):
+        shapes.plot_of(ours.replace(" 1.28 |", ""))
     (tmp_path / "empty.md").touch()
     argv = ["shapes.py", "--tables", str(tmp_path / "empty.md"), "--plot", str(tmp_path / "plot.png")]
     monkeypatch.setattr(sys, "argv", argv)

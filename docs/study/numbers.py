@@ -17,6 +17,7 @@ import numpy as np
 from docs.study.cells import (
     ALL,
     CHAIN,
+    LONGER,
     LONGEST_ANSWER,
     SEEDS,
     STEPS,
@@ -114,6 +115,13 @@ class Found:
         line = self.lines.get(cell)
         return None if line is None else self._of_rounds({line["seed"]: line["replay"][contender]})
 
+    def minutes(self, arm: str, steps: int) -> float | None:
+        """Mean minutes that trainings from stored states took, by those of LONGER[0] steps where there are none of
+        `steps`; None: no training ran without a break."""
+        timed = steps if steps in LONGER else LONGER[0]
+        took = [line["train_seconds"] for line in self.of(arm, steps=timed).values() if not line.get("resumed")]
+        return statistics.mean(took) / 60 * steps / timed if took else None
+
     def _of_rounds(self, by_seed: Mapping[int, Mapping[str, Any]], cut_off: bool | None = None) -> Estimate | None:
         if not by_seed:
             return None
@@ -134,13 +142,15 @@ class Found:
         sizes: tuple[int, int] = (ALL, ALL),
         steps: int = STEPS,
         seeds: Sequence[int] = SEEDS,
+        base_steps: int | None = None,
     ) -> Estimate | None:
         """tau of `arm` over tau of `base`, for their common seeds, paired by prompt; None: no common seed.
 
         Args:
             sizes: data size of each.
+            base_steps: None: `steps`.
         """
-        own, other = self.of(arm, sizes[0], steps), self.of(base, sizes[1], steps)
+        own, other = self.of(arm, sizes[0], steps), self.of(base, sizes[1], base_steps or steps)
         seeds = [seed for seed in seeds if seed in own and seed in other]
         if not seeds:
             return None

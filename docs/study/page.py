@@ -155,6 +155,7 @@ GROWN = (
         for arm in ("eagle3", "eagle3.1")
     ),
 )
+BY_THE_MINUTE = ((LONGER[1], STEPS), (LONGER[2], LONGER[0]), (LONGER[2], LONGER[1]))  # of EAGLE-2, of EAGLE-3.1
 CHAIN_CALLS, TREE_CALLS = "chain, {} calls", "eagle2, top_k 10, {} calls"  # names in eval/plan.py's timings
 # (the paper's share, EAGLE-2's N for our verdict)
 C2T_CLAIMED = {C2T_CURVES[0]: ("0.78 (N = 100, Llama-2-7B)", 100), C2T_CURVES[1]: ("0.77 (N = 290, the same)", 180)}
@@ -494,6 +495,25 @@ def fed(found: Found) -> list[str]:
     return _trained_alike(found, {f"{whole * size // ALL:,} conversations": (size, LONGER[1]) for size in (ALL, *MORE)})
 
 
+def by_the_minute(found: Found) -> list[str]:
+    """EAGLE-2 and EAGLE-3.1 after trainings of about as many minutes, and of more for EAGLE-3.1."""
+    rows = []
+    for of_both in BY_THE_MINUTE:
+        row = []
+        for arm, steps in zip(("eagle2", "eagle3.1"), of_both, strict=True):
+            row += [f"{steps:,}", _in_minutes(found.minutes(arm, steps))]
+        for tree in (TREE, CHAIN):
+            gain = found.ratio("eagle2", "eagle3.1", tree, steps=of_both[0], base_steps=of_both[1])
+            row.append(_of_seeds(gain, with_verdict))
+        rows.append(row)
+    head = ["steps of EAGLE-2", "minutes", "steps of EAGLE-3.1", "minutes"]
+    return table([*head, "EAGLE-2 vs. EAGLE-3.1, tree of 60", "chain of 6"], rows)
+
+
+def _in_minutes(minutes: float | None) -> str:
+    return NOT_RUN if minutes is None else f"{minutes:.1f}"
+
+
 def _trained_alike(found: Found, columns: Mapping[str, tuple[int, int]]) -> list[str]:
     """tau of the arms that train for longer, and their gains over EAGLE-2 and PosS-2 after as much.
 
@@ -531,9 +551,7 @@ def on_the_demo(found: Found) -> list[str]:
             "-" if arm == "eagle2" else with_verdict(gain),
             with_interval(chain),
         ]
-        lines = found.demo.of(arm, steps=DEMO_STEPS).values()
-        minutes = [line["train_seconds"] / 60 for line in lines if not line.get("resumed")]
-        rows.append([ARMS[arm].name, *taus, f"{statistics.mean(minutes):.1f}" if minutes else NOT_RUN])
+        rows.append([ARMS[arm].name, *taus, _in_minutes(found.demo.minutes(arm, DEMO_STEPS))])
     head = ["arm", "tau, tree of 60", "seeds 0, 1, 2", "vs. EAGLE-2", "tau, chain of 6"]
     return table([*head, "minutes of training"], rows)
 
@@ -676,6 +694,7 @@ SECTIONS: dict[str, Callable[[Found], list[str]]] = {
     "positions-tree": partial(positions, tree=TREE, depth=8),
     "steps": steps,
     "longer": longer,
+    "minutes": by_the_minute,
     "fed": fed,
     "demo": on_the_demo,
     "demo-speed": speeds,

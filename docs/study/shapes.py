@@ -192,6 +192,8 @@ def plot_of(tables: str) -> Plot:
         )
         behind = head[head.index(title) :].count("|")  # of a row's `|`, those after this column
         for layers, width, cells in re.findall(r"^\| (\d+) x (\d+) \|(.*\|)", table, re.MULTILINE):
+            if cells.count("|") < behind:
+                raise UserError(f"--tables: the row `{layers} x {width}` has fewer cells than its head")
             gain = [float(number) for number in re.findall(r"\d+(?:\.\d+)?", cells.split("|")[-behind - 1])]
             curves.setdefault(f"{name}, width {width}", {})[int(layers)] = gain or [math.nan]
     if not curves:
