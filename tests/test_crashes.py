@@ -37,6 +37,7 @@ REGENERATE, TRAIN = "draftsmith.data_gen.regenerate", "draftsmith.train.eagle3"
 KILLS = 200
 CONVERSATIONS = 40
 STEPS = 30
+CAPTURE_LAYERS = [0, 1, 2]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def lab() -> Iterator[CrashLab]:
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe for both scripts, with its target and prompts: conversations of 1 to 3 turns and six bad lines."""
     folder = tmp_path_factory.mktemp("crashes")
-    model = make_target(num_layers=3)
+    model = make_target(num_layers=len(CAPTURE_LAYERS))
     model.generation_config.eos_token_id = list(range(4, 320, 25))  # so that random weights end their answers
     model.save_pretrained(folder / "target")
     make_tokenizer().save_pretrained(folder / "target")
@@ -73,7 +74,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "max_length": 200,
             "generator": {"batch_size": 4, "max_new_tokens": 20, "temperature": 1.0},
         },
-        "drafter": {"vocab_size": 160, "capture_layers": [0, 1, 2]},
+        "drafter": {"vocab_size": 160, "capture_layers": CAPTURE_LAYERS},
         "train": {
             "max_steps": STEPS,
             "batch_size": 4,
@@ -424,7 +425,7 @@ def test_a_drafter_is_there_whenever_its_replacement_is_killed(
 
 def load_drafter_of(recipe: Path, drafter: Path) -> dict[str, torch.Tensor]:
     model = str(recipe.parent / "target")
-    target = Target(load_causal_lm(TargetSection(model=model, dtype="float32", device="cpu")))
+    target = Target(load_causal_lm(TargetSection(model=model, dtype="float32", device="cpu")), CAPTURE_LAYERS)
     identity = target_identity(target, model, None, tokenizer_fingerprint(make_tokenizer()))
     return load_drafter(drafter, target, identity).state_dict()
 
