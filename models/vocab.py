@@ -184,19 +184,19 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
 # Ranking.
 
 
-def frequent_vocab(
-    counts: torch.Tensor, size: int, must_have: Iterable[int] = (), counted: str | None = None
-) -> DraftVocab:
+def frequent_vocab(counts: torch.Tensor, size: int, must_have: Iterable[int] = ()) -> DraftVocab:
     """The `size` most frequent tokens; ties go to the lower id.
+
+    Tokens that were never counted tie, so the lowest ids fill a vocabulary up that is larger than what was counted:
+    its size decides the drafter's shape, and a BPE tokenizer numbers its merges by frequency.
 
     Args:
         counts: [V] occurrences of each target token.
         size: D, exactly.
         must_have: target ids to include however rare they are (stop and template tokens).
-        counted: what was counted, for messages. None: supervised positions.
 
     Raises:
-        UserError: `size` exceeds the number of distinct tokens seen, or the target's vocabulary.
+        UserError: `size` exceeds the target's vocabulary, or has no room for `must_have`.
     """
     vocab_size = len(counts)
     # Some configs name stop tokens beyond the target's embedding; neither target nor drafter ever emits those.
@@ -209,24 +209,14 @@ def frequent_vocab(
         raise UserError(f"drafter.vocab_size: {size} has no room for the {len(fixed)} stop and template tokens {fixed}")
     inside = torch.zeros(vocab_size, dtype=torch.bool)
     inside[fixed] = True
-    available = int(((counts > 0) | inside).sum())
-    if available < size:
-        what, more = (
-            (counted, "count more text") if counted else ("the supervised positions", "regenerate more conversations")
-        )
-        raise UserError(
-            f"drafter.vocab_size: {size} draft tokens asked for, but there are only {available} distinct tokens in "
-            f"{what} (stop and template tokens included); set it to {available} or less, or {more}"
-        )
     return DraftVocab(_most_frequent(counts, inside, size), vocab_size)
 
 
 def cut_vocab(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[int]) -> DraftVocab:
     """The `size` most frequent tokens of a drafter's vocabulary, for decoding; ties go to the lower id.
 
-    Any size up to the drafter's is possible; tokens that were never counted come last, in arbitrary order
-    (`check_counted` raises for that). FR-Spec's script appends stop tokens to the list; here they replace the rarest
-    tokens, and `size` is exact.
+    Any size up to the drafter's is possible; tokens that were never counted fill it up as in `frequent_vocab`.
+    FR-Spec's script appends stop tokens to the list; here they replace the rarest tokens, and `size` is exact.
 
     Args:
         vocab: the drafter's vocabulary.
@@ -246,7 +236,8 @@ def cut_vocab(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Ite
         raise UserError(
             f"eval.tree.vocab_size: {size} is more than the {vocab.size} tokens of the drafter's vocabulary"
         )
-    target_ids, inside = _marked(vocab, must_have)
+    target_ids = vocab.target_ids.cpu()
+    inside = torch.isin(target_ids, torch.tensor(list(must_have), dtype=torch.int64))
     if size < int(inside.sum()):
         raise UserError(
             f"eval.tree.vocab_size: {size} has no room for the {int(inside.sum())} stop tokens "
@@ -256,22 +247,16 @@ def cut_vocab(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Ite
     return DraftVocab(target_ids[rows].to(vocab.target_ids.device), vocab.target_vocab_size)
 
 
-def check_counted(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[int]) -> None:
-    """Raises UserError where a cut would include tokens that were never counted. Arguments as of `cut_vocab`."""
-    target_ids, inside = _marked(vocab, must_have)
-    available = int(((counts.cpu()[target_ids] > 0) | inside).sum())
-    if available < size < vocab.size:
-        raise UserError(
-            f"eval.tree.vocab_size: {size} draft tokens asked for, but the token counts hold only {available} of the "
-            f"drafter's {vocab.size} (stop and template tokens included); set it to {available} or less, or count more "
-            "text (data.ranking)"
-        )
-
-
-def _marked(vocab: DraftVocab, must_have: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Target ids [D] on the CPU, and [D] bool: True for those in `must_have`."""
-    target_ids = vocab.target_ids.cpu()
-    return target_ids, torch.isin(target_ids, torch.tensor(list(must_have), dtype=torch.int64))
+def fill_text(vocab: DraftVocab, counts: torch.Tensor, must_have: Iterable[int]) -> str | None:
+    """A sentence about the tokens that fill a vocabulary up; None: all were counted. Arguments as of `cut_vocab`."""
+    uncounted = vocab.target_ids.cpu()[counts.cpu()[vocab.target_ids.cpu()] == 0]
+    fill = len(set(uncounted.tolist()).difference(must_have))
+    if not fill or vocab.is_full:
+        return None
+    return (
+        f"only {vocab.size - fill:,} of {vocab.size:,} draft tokens were counted (stop and template tokens included); "
+        "the lowest other ids are the rest. To choose by frequency, regenerate more conversations or set data.ranking"
+    )
 
 
 def cut_head_rows(vocab: DraftVocab, cut: DraftVocab) -> torch.Tensor:
@@ -442,7 +427,7 @@ def cut_by_file(path: Path, fingerprint: str, vocab: DraftVocab, size: int, stop
         fingerprint, stops: of the target's tokenizer.
 
     Raises:
-        UserError: as `load_token_counts`, `cut_vocab` and `check_counted`; or another tokenizer's tokens were counted.
+        UserError: as `load_token_counts` and `cut_vocab`; or another tokenizer's tokens were counted.
     """
     counts, metadata = load_token_counts(path)
     counted_with = metadata["tokenizer_fingerprint"]
@@ -452,7 +437,4 @@ def cut_by_file(path: Path, fingerprint: str, vocab: DraftVocab, size: int, stop
             f"has {fingerprint[:16]} (a fingerprint covers {FINGERPRINT_COVERS}); run `draftsmith rank-vocab` for "
             "this target"
         )
-    wanted = vocab, counts, size, always_inside(metadata).union(stops)
-    kept = cut_vocab(*wanted)
-    check_counted(*wanted)
-    return kept
+    return cut_vocab(vocab, counts, size, always_inside(metadata).union(stops))

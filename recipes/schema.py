@@ -377,8 +377,9 @@ class DrafterSection(Section):
     """Target states that EAGLE-3 fuses into features, as indices into `hidden_states` (0 is the embedding). Default:
     (2, L//2, L-3). EAGLE-1 reads the last state, after the target's final norm."""
     vocab_size: Size | None = None
-    """Size of the draft vocabulary: the most frequent supervised tokens. None: the target's whole vocabulary, the only
-    choice for drafters that use the target's own head (eagle, and poss and vispec over it)."""
+    """Size of the draft vocabulary: the most frequent supervised tokens, and the lowest other ids if these are fewer.
+    None: the target's whole vocabulary, the only choice for drafters that use the target's own head (eagle, and poss
+    and vispec over it)."""
     num_attention_heads: Size | None = None
     """None: the target's."""
     num_key_value_heads: Size | None = None

@@ -17,6 +17,7 @@ from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contend
 from draftsmith.eval.measured import evaluation
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.measured.compared import load_all, split_overrides
+from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.vocab import save_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
@@ -270,6 +271,16 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
     with pytest.raises(UserError, match=r"eval\.max_new_tokens 512 leaves no room"):
         run_main(acceptance, place / "recipe.yaml", "eval.max_new_tokens=512")
     check(place)  # and nothing is wrong with the recipe itself
+
+
+def test_a_cut_that_was_hardly_counted_is_noted_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = (torch.arange(320) >= 30).long()  # the drafter has the tokens 3 to 62
+    save_token_counts(place / "few", counts, tokenizer_fingerprint(make_tokenizer()), [4])
+    cut, few = "eval.tree.vocab_size=50", f"eval.token_counts={place / 'few'}"
+    check(place, cut, compared=(f"{cut} {few}", f"{few} eval.tree={{nodes: 9, vocab_size: 50}}"))
+    printed = capsys.readouterr().out
+    assert printed.startswith("note: eval.tree.vocab_size: only 34 of 50 draft tokens were counted")
+    assert printed.count("note: ") == 1
 
 
 def test_every_problem_has_its_place(place: Path) -> None:

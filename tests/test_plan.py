@@ -470,9 +470,9 @@ def test_plan_of_the_evaluation_before_training(tmp_path: Path, capsys: pytest.C
 def test_plan_says_plainly_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe_file(tmp_path, train={"epochs": 5, "warmup_steps": 5})
     write_conversations(tmp_path / "run/conversations.jsonl", 4)
-    problems = plan(path, capsys, "drafter.vocab_size=300")["CANNOT WORK"]
-    assert "train.warmup_steps 5 is not shorter than the run of 5 steps" in problems
-    assert "drafter.vocab_size 300 is more than the" in problems
+    lines = plan(path, capsys, "drafter.vocab_size=300")
+    assert "train.warmup_steps 5 is not shorter than the run of 5 steps" in lines["CANNOT WORK"]
+    assert "of 300 tokens are in the answers; rank-vocab adds the lowest other ids" in lines["draft vocab"]
     with pytest.raises(UserError, match=r"drafter\.vocab_size: 321 is more than the target's vocabulary of 320"):
         plan(path, capsys, "drafter.vocab_size=321")
     prompts = tmp_path / "prompts.jsonl"

@@ -284,15 +284,15 @@ def test_a_source_of_bad_records_alone_is_told(place: Path, rank_by: Script) -> 
     assert not token_counts(place).exists()
 
 
-def test_a_corpus_smaller_than_the_vocabulary_is_refused_by_its_name(place: Path, rank_by: Script) -> None:
+def test_a_corpus_smaller_than_the_vocabulary_is_filled_up(place: Path, rank_by: Script) -> None:
     a = write_lines(place / "a.jsonl", [{"text": "the cat sat"}])
     seen = len(counted(["the cat sat"], make_tokenizer()))
-    with pytest.raises(UserError, match=rf"100 draft .* only {seen + 4} distinct tokens in .*a\.jsonl .*more text"):
-        rank_by([{"source": str(a)}], "drafter.vocab_size=100")
     with pytest.raises(UserError, match=r"3 has no room for the 4 stop and template tokens \[1, 2, 3, 4\]"):
         rank_by([{"source": str(a)}], "drafter.vocab_size=3")
-    rank_by([{"source": str(a)}], f"drafter.vocab_size={seen + 4}")
-    assert DraftVocab.load(place / "out/draft_vocab.safetensors").size == seen + 4
+    assert "note:" not in rank_by([{"source": str(a)}], f"drafter.vocab_size={seen + 4}")
+    assert f"note: only {seen + 4} of 100 draft" in rank_by([{"source": str(a)}], "drafter.vocab_size=100")
+    vocab, counts = DraftVocab.load(place / "out/draft_vocab.safetensors"), load_token_counts(token_counts(place))[0]
+    assert vocab.target_ids.tolist() == reference.most_frequent(list(range(VOCAB_SIZE)), counts.tolist(), 100, TEMPLATE)
 
 
 def test_plan_says_what_would_be_counted_and_writes_nothing(place: Path, rank_by: Script) -> None:
@@ -301,7 +301,7 @@ def test_plan_says_what_would_be_counted_and_writes_nothing(place: Path, rank_by
     printed = rank_by(sources, "--plan", "drafter.vocab_size=9")
     assert f"counts {a}; weight 2" in printed
     assert "counts hf:org/name:train, 5,000 documents at most; weight 1" in printed
-    assert "writes 9 of 320 target tokens" in printed
+    assert "writes 9 of 320 target tokens" in printed and "the lowest other ids fill it up" in printed
     assert sorted(path.name for path in place.iterdir()) == ["a.jsonl", "recipe.yaml"]
     with pytest.raises(UserError, match="no such file"):
         rank_by([{"source": str(place / "gone.txt")}], "--plan")

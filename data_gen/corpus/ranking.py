@@ -28,6 +28,7 @@ from draftsmith.models.vocab import (
     blend,
     covered_share,
     cut_vocab,
+    fill_text,
     frequent_vocab,
     save_token_counts,
 )
@@ -74,7 +75,8 @@ def plan(recipe: Recipe, size: int, vocab_size: int) -> Iterator[str]:
     if recipe.drafter.init_from is not None:
         yield f"writes the draft vocabulary of {recipe.drafter.init_from} to {recipe.draft_vocab_path}"
     else:
-        yield f"writes {size:,} of {vocab_size:,} target tokens to {recipe.draft_vocab_path}"
+        rule = "; where fewer are counted, the lowest other ids fill it up" if size < vocab_size else ""
+        yield f"writes {size:,} of {vocab_size:,} target tokens to {recipe.draft_vocab_path}{rule}"
     yield f"writes how often each was seen to {counts_path_of(recipe)}"
 
 
@@ -97,7 +99,9 @@ def choose_vocab(recipe: Recipe, size: int, vocab_size: int) -> None:
         vocab = vocab_of_start(recipe, fingerprint)
         print(f"the draft vocabulary is that of drafter.init_from, {recipe.drafter.init_from}")
     else:
-        vocab = frequent_vocab(counts, size, must_have, names if sources else None)
+        vocab = frequent_vocab(counts, size, must_have)
+        if fill := fill_text(vocab, counts, must_have):
+            print(f"note: {fill}")
     if recipe.drafter.vocab_size is None:
         print("drafter.vocab_size is not set: the drafter proposes the target's whole vocabulary")
     coverage = coverage_of(corpora, counts, must_have)

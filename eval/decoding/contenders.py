@@ -51,7 +51,7 @@ from draftsmith.models.guidance import loaded_target
 from draftsmith.models.quantize import precision_name, target_changes
 from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target, check_precision
-from draftsmith.models.vocab import DraftVocab, cut_by_file
+from draftsmith.models.vocab import DraftVocab, always_inside, cut_by_file, fill_text, load_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import (
     ContenderSection,
@@ -312,8 +312,16 @@ def cut_of(contender: Contender, vocab: DraftVocab, fingerprint: str, stops: Ite
     return cut_by_file(contender.token_counts, fingerprint, vocab, contender.tree.vocab_size, stops)
 
 
+def fill_of(contender: Contender, cut: DraftVocab, target: TargetFacts) -> str | None:
+    """`fill_text` of a contender's cut; None also where its tree cuts nothing."""
+    if contender.tree.vocab_size is None or contender.token_counts is None:
+        return None
+    counts, metadata = load_token_counts(contender.token_counts)
+    return fill_text(cut, counts, always_inside(metadata).union(target.stop_ids))
+
+
 def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool = False) -> None:
-    """Checks all contenders before weights are loaded and reports all problems at once.
+    """Checks all contenders before weights are loaded and reports all problems at once. Prints notes on their cuts.
 
     Args:
         plan: the recipe's own drafter may be missing, because a plan may come before the training; so may foreign ones.
@@ -324,6 +332,7 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
     """
     target, sampling = TargetFacts.read(recipe.target), Sampling.of(recipe.eval)
     places: dict[str, list[str]] = {}  # of each problem, in order
+    notes: dict[str, None] = {}
     may_be_untrained = plan and recipe.eval.drafter is None and not recipe.drafter_dir.exists()
     to_come = {c.drafter for c in contenders if plan and yet_to_import(recipe, c.drafter)}
     to_come |= {recipe.drafter_dir} if may_be_untrained else set()
@@ -360,8 +369,12 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
         if there and has_vocab and passes("eval.token_counts", vocab_of, contender, target) and known:
             vocab = vocab_of(contender, target)
             passes("eval.tree.c2t.classifier", check_classifier, contender, vocab, recipe.target)
+            if fill := fill_of(contender, vocab, target):
+                notes[f"note: eval.tree.vocab_size: {fill}"] = None
     if places:
         raise UserError([_placed(problem, where) for problem, where in places.items()])
+    for note in notes:
+        print(note)
 
 
 # A contender's problem begins with one of these.

@@ -226,6 +226,12 @@ def _parameter_lines(run: PlannedRun) -> Iterator[str]:
     yield line("parameters", f"{trained}, {millions(size.parameters)} frozen in the target", "exact")
     if size.expert_parameters:
         yield line("", f"of the target {millions(size.active_parameters)} are read for a token", "exact")
+    data, ranked = run.data, shape.draft_vocab_size
+    distinct = data.supervised if data.distinct_supervised is None else data.distinct_supervised
+    by_answers = not (run.vocab_is_there or run.recipe.data.ranking.sources or run.recipe.drafter.init_from)
+    if by_answers and distinct is not None and distinct < ranked < shape.vocab_size:
+        text = f"{data.bound}{distinct:,} of {ranked:,} tokens are in the answers; rank-vocab adds the lowest other ids"
+        yield line("draft vocab", text, data.basis.split(":")[0])
 
 
 def _data_problems(run: PlannedRun) -> Iterator[str]:
@@ -233,12 +239,6 @@ def _data_problems(run: PlannedRun) -> Iterator[str]:
         yield (
             f"no room for an answer: every sampled prompt takes all of data.max_length {run.recipe.data.max_length}; "
             "regenerate will reject them"
-        )
-    distinct, size = run.data.distinct_supervised, run.shape.draft_vocab_size
-    if not run.vocab_is_there and distinct is not None and size < run.shape.vocab_size and distinct < size:
-        yield (
-            f"drafter.vocab_size {size:,} is more than the {distinct:,} distinct tokens that the rows supervise: "
-            "rank_vocab will refuse it"
         )
 
 
