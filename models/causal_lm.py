@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from draftsmith.models.draft_tree import Committed
-from draftsmith.models.families import scaled_logits
+from draftsmith.models.families import scaled_logits, usable_positions
 from draftsmith.models.guidance import loaded_target
 from draftsmith.models.key_values import SlotTree, check_rollback
 from draftsmith.models.prompt import Prompt
@@ -81,7 +81,7 @@ class CausalLMDrafting:
             )
         self.lm, self.device = target, target.device
         self.vocab = (DraftVocab.full(target.vocab_size) if cut is None else cut).to(self.device)
-        self.positions: int | None = getattr(target.config, "max_position_embeddings", None)
+        self.positions = usable_positions(target.config)
         self.head_rows: tuple[torch.Tensor, torch.Tensor | None] | None = None
         if cut is not None:
             bias, ids = getattr(target.head, "bias", None), self.vocab.target_ids
@@ -191,7 +191,7 @@ class CausalLMDrafting:
         """
         lengths, positions = self.session.lengths, self.positions
         depths_BS = depths_S.expand(len(lengths), -1)
-        if positions is None or max(lengths) + deepest < positions:
+        if max(lengths) + deepest < positions:
             return depths_BS
         most = [max(0, positions - 1 - length) if length < positions else deepest for length in lengths]
         return depths_BS.minimum(torch.tensor(most, device=self.device)[:, None])

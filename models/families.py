@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import MOST_COUNTED
 
 # Cache layers of transformers that can drop rejected tokens. A dummy is empty: its layer reads an earlier one's keys.
 _FULL, _SLIDING, _DUMMY = "DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"
@@ -55,6 +56,13 @@ class AttentionKinds:
 def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """0 where allowed, the lowest finite number elsewhere."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
+
+
+def usable_positions(config: Any) -> int:
+    """How many tokens a decoder of this text config reads as it was trained to. Learnt positions end there; rotations
+    go on, but nobody trained the model on them."""
+    # Families without such a key (BLOOM, MPT) bias attention by distance, at any length.
+    return getattr(config, "max_position_embeddings", None) or MOST_COUNTED
 
 
 def attention_kinds(config: Any) -> AttentionKinds:

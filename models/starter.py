@@ -68,13 +68,14 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
     # Imported here: they take seconds, and mistakes on the command line come first.
     from draftsmith.models.chat import THINKING_SWITCHES, load_config, load_tokenizer
     from draftsmith.models.costs import target_size
+    from draftsmith.models.families import usable_positions
     from draftsmith.models.target import default_capture_layers
 
     section = TargetSection(model=model)
     config, tokenizer = load_config(section), load_tokenizer(section)
     text = config.get_text_config()
     size = target_size(config, section)
-    vocabulary, positions, hidden = text.vocab_size, text.max_position_embeddings, text.hidden_size
+    vocabulary, positions, hidden = text.vocab_size, usable_positions(text), text.hidden_size
     layers = default_capture_layers(text.num_hidden_layers)
     cut = vocabulary > DRAFT_VOCAB
     length = min(2048, positions)

@@ -316,8 +316,8 @@ class DataSection(Section):
     conversations: str | None = None
     """File that regenerate writes and training reads. Default: <output_dir>/conversations.jsonl."""
     max_length: int = Field(default=2048, ge=8, le=MOST_COUNTED)
-    """Most tokens of one training row. Regeneration ends answers there. Training leaves longer conversations out and
-    counts them; it never cuts them."""
+    """Most tokens of one training row, and never more than the target has positions. Regeneration ends answers there.
+    Training leaves longer conversations out and counts them; it never cuts them."""
     contamination: Annotated[Literal["list", "remove", "off"], OrOff] = "list"
     """What to do with training conversations that ask a question of eval.prompts: list and count them, leave them out,
     or skip the check."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftsmith.data_gen import capture, conversations, rank_vocab, regenerate
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import load_drafter, target_identity
 from draftsmith.models.target import Target, default_capture_layers, load_causal_lm
@@ -19,12 +20,13 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
+from draftsmith.train import eagle3
 from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS
 from draftsmith.train.run import run_identity, trainer
 from draftsmith.train.run.batches import BatchOrder
 from draftsmith.train.run.loop import Loop
 from tests.conftest import make_target, make_tokenizer
-from tests.training_runs import metrics, train, write_conversations
+from tests.training_runs import metrics, run_main, train, write_conversations
 from tests.training_runs import recipe_path as recipe_path
 
 
@@ -271,3 +273,30 @@ def test_validation_rows_that_are_not_finite_are_named_and_left_out(
     assert "its loss is not finite" in capsys.readouterr().out and line["validation_left_out"] == 1
     assert alone == list(range(len(alone))) and len(alone) > 2
     assert 0 < line["validation_loss"] != clean["validation_loss"] and "validation_left_out" not in clean
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_no_row_is_longer_than_the_targets_positions(
+    recipe_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
+) -> None:
+    """Beyond them, learnt positions end in an IndexError, and a rotation in states that the target was never trained
+    to have. Every command that reads or plans rows leaves the longer ones out, and says so."""
+    make_target(family, max_position_embeddings=24, n_positions=24).save_pretrained(tmp_path / "short")
+    make_tokenizer().save_pretrained(tmp_path / "short")
+    short = ["--plan", f"target.model={tmp_path / 'short'}"]
+    note = "note: data.max_length is 2,048, and the target has 24 positions: no row is longer than 24 tokens\n"
+    output = train(recipe_path, *short[1:], "train.max_steps=1")
+    assert note in capsys.readouterr().out
+    rejected = (output / "conversations.training_rejects.jsonl").read_text().splitlines()
+    assert all("longer than data.max_length" in json.loads(line)["reason"] for line in rejected) and rejected
+    apart = [f"data.conversations={output / 'conversations.jsonl'}", f"output_dir={tmp_path / 'apart'}"]
+    run_main(rank_vocab, recipe_path, short[1], *apart, "drafter.vocab_size=40")
+    run_main(conversations, recipe_path, short[1], "--show=0")
+    counted, shown = re.findall(r"(\d+) longer than data\.max_length", capsys.readouterr().out)
+    assert int(counted) == int(shown) == len(rejected)
+    (output / "conversations.jsonl").unlink()
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "the cat"}) + "\n")
+    for script in (regenerate, capture, eagle3):
+        run_main(script, recipe_path, *short, f"data.prompts={tmp_path / 'prompts.jsonl'}")
+        printed = capsys.readouterr().out
+        assert note in printed and "2048" not in printed.replace(note, "")

@@ -25,6 +25,7 @@ from draftsmith.data_gen.answers.prompt_sizes import HUB_SAMPLE, planned, sample
 from draftsmith.data_gen.rows.overlap import screen
 from draftsmith.data_gen.server.answers import Vocabulary
 from draftsmith.data_gen.server.generator import Servers, Unanswered
+from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
 from draftsmith.models.chat import (
     load_config,
     load_generation_config,
@@ -66,6 +67,8 @@ def main(command: Command) -> int:
     generation_config = load_generation_config(section)
     settings = generation_settings(recipe, tokenizer, generation_config)
     generator = generator_identity(recipe, settings, tokenizer)
+    if note := bounded_rows(recipe):
+        print(note)
     drafter = recipe.data.generator.drafter
     if drafter is not None and not yet_to_import(recipe, drafter):
         check_generator_drafter(recipe)
@@ -257,13 +260,12 @@ def generation_settings(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig
 ) -> GenerationSettings:
     """The recipe's settings, completed by the target's generation config and limited by its context."""
-    section, asked = recipe.target, recipe.data.generator
-    config = load_config(section).get_text_config()
+    asked = recipe.data.generator
     # ViSpec's training answers are sampled, and configs of vision-language models are nearly greedy (Qwen2.5-VL: 1e-6).
     defaults = GenerationConfig() if reads_pictures(tokenizer) else generation_config
     return GenerationSettings(
         max_new_tokens=asked.max_new_tokens,
-        max_length=min(recipe.data.max_length, getattr(config, "max_position_embeddings", recipe.data.max_length)),
+        max_length=longest_row(recipe),
         stop_ids=stop_ids(tokenizer, generation_config),
         sampling=resolve_sampling(asked.temperature, asked.top_p, asked.top_k, defaults),
         seed=asked.seed,

@@ -13,6 +13,7 @@ from draftsmith.data_gen.corpus.reader import ANSWERS, Corpus, check_corpora
 from draftsmith.data_gen.corpus.template_tokens import template_tokens
 from draftsmith.data_gen.rows.overlap import training_check
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
+from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.models.chat import (
     load_config,
     load_generation_config,
@@ -201,7 +202,7 @@ def count_answers(
     """Counts the supervised tokens of training's rows. Raises UserError for none, or one beyond the vocabulary."""
     check, rejects = training_check(recipe), Rejects(recipe.training_rejects_path)
     leave_out = check.look if check else None
-    rows = training_rows(recipe.conversations_path, tokenizer, recipe.data.max_length, rejects, leave_out)
+    rows = training_rows(recipe.conversations_path, tokenizer, longest_row(recipe), rejects, leave_out)
     ids: set[str] = set()
 
     def with_ids() -> Iterator[TrainingRow]:

@@ -5,6 +5,7 @@ import sys
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
+from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.models.chat import load_tokenizer
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
@@ -19,7 +20,7 @@ def main(command: Command) -> None:
     tokenizer = load_tokenizer(recipe.target)
     rejects = Rejects()
     ids, rows, tokens, supervised = set(), 0, 0, 0
-    for row in Bar(training_rows(path, tokenizer, recipe.data.max_length, rejects), unit="row", leave=False):
+    for row in Bar(training_rows(path, tokenizer, longest_row(recipe), rejects), unit="row", leave=False):
         if rows < command.show:
             Bar.write(f"--- {row.id}: {len(row.input_ids)} tokens, spans {row.spans}\n{marked(tokenizer, row)}\n")
         rows += 1

@@ -28,6 +28,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.rows.overlap import LeaveOut, left_out_of_training
+from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
 from draftsmith.models.chat import (
     FINGERPRINT_COVERS,
     RenderError,
@@ -78,7 +79,9 @@ def usable_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rejects: Rej
     """
     need(conversations(recipe))
     leave_out = left_out_of_training(recipe)
-    rows = training_rows(recipe.conversations_path, tokenizer, recipe.data.max_length, rejects, leave_out)
+    if rank() == 0 and (note := bounded_rows(recipe)):
+        print(note)
+    rows = training_rows(recipe.conversations_path, tokenizer, longest_row(recipe), rejects, leave_out)
     # Every picture is opened, for its size and content, which may take a while.
     rows = Bar(rows, desc="reading", unit="row", leave=False, disable=rank() > 0)
     return [row for row in rows if any(end - start >= 2 for start, end in row.spans)]

@@ -42,6 +42,7 @@ from draftsmith.data_gen.states.stored_target import (
     save_target,
     target_is_whole,
 )
+from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, differences, target_identity
 from draftsmith.models.costs import gigabytes, torch_dtype
@@ -249,12 +250,14 @@ def early_plan_lines(recipe: Recipe, directory: Path) -> Iterator[str]:
     layers = layers_of(recipe, config)
     states = len({*layers, config.num_hidden_layers})  # the last one teaches
     a_token = states * ENCODINGS[recipe.data.capture.dtype].bytes_of(config.hidden_size)
-    longest, most = recipe.data.max_length, recipe.data.max_prompts
+    longest, most = longest_row(recipe), recipe.data.max_prompts
+    if note := bounded_rows(recipe):
+        yield note
     yield f"rows           of {recipe.conversations_path}, which is not there yet"
     yield f"states         {sorted({*layers, config.num_hidden_layers})}, in {recipe.data.capture.dtype}"
     yield f"a token        at most {a_token:,} bytes of states"
     rows = 1000 if most is None else most
-    yield f"disk           {gigabytes(rows * longest * a_token)} of states for {rows:,} rows of data.max_length tokens"
+    yield f"disk           {gigabytes(rows * longest * a_token)} of states for {rows:,} rows of {longest:,} tokens"
     yield f"writes         {directory}"
 
 

@@ -24,7 +24,7 @@ from draftsmith.eval.decoding.contenders import (
 )
 from draftsmith.eval.decoding.decode import Verified, decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
-from draftsmith.eval.decoding.target_facts import TargetFacts
+from draftsmith.eval.decoding.target_facts import TargetFacts, positions_of
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.recorded.answers import (
     RecordedAnswer,
@@ -42,7 +42,6 @@ from draftsmith.eval.recorded.answers import (
 )
 from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_states
 from draftsmith.models.c2t import DEPTH_CONVENTION, differing_keys, node_features
-from draftsmith.models.chat import load_config
 from draftsmith.models.costs import gigabytes
 from draftsmith.models.draft_tree import Drafting, DraftTree
 from draftsmith.models.formats.named_drafters import with_measured_drafters, yet_to_import
@@ -112,7 +111,7 @@ def check_place(recipe: Recipe) -> None:
     problem = output_problem(recipe.labelled_trees_dir, folder=True)
     problems = [] if problem is None else [f"labels.out: {problem}"]
     calls = recipe.labels.draft_calls
-    positions = load_config(recipe.target).get_text_config(decoder=True).max_position_embeddings
+    positions = positions_of(recipe.target)
     if calls >= positions:
         problems.append(
             f"labels.draft_calls: {calls:,} draft calls deep, in a target of {positions:,} positions; lower it"

@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.eval.decoding.accept import Acceptance, GreedyAcceptance
 from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree, Proposer
+from draftsmith.models.families import usable_positions
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
@@ -147,7 +148,7 @@ class TargetVerifier:
         self.session = target.session(() if proposer is None else proposer.capture_layers)
         self.acceptance, self.prefill_tokens = acceptance, prefill_tokens
         self.draws: list[Draws] = []  # of each row, if given
-        self.positions: int = target.config.max_position_embeddings
+        self.positions: int = usable_positions(target.config)
         self.logits = torch.empty(0)
         self.prompts: list[Prompt] = []
         # [B, n, F] states of the last read or committed positions; row b uses its first counts[b]

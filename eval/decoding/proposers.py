@@ -21,6 +21,7 @@ from draftsmith.models.causal_lm import CausalLMDrafting, of_draft_model
 from draftsmith.models.chat import load_config, load_tokenizer
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
 from draftsmith.models.draft_tree import Drafting, Proposer
+from draftsmith.models.families import usable_positions
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sam import StaticAutomaton
@@ -154,10 +155,10 @@ def check_draft_model(target: TargetFacts, draft_model: TargetSection) -> None:
             f"draft_model: {draft_model.model} has a vocabulary of {small.vocab_size} tokens, the target "
             f"{name} one of {large.vocab_size}"
         )
-    if small.max_position_embeddings < large.max_position_embeddings:
+    if usable_positions(small) < target.positions:
         problems.append(
-            f"draft_model: {draft_model.model} has {small.max_position_embeddings:,} positions, the target "
-            f"{name} {large.max_position_embeddings:,}; behind its last one it cannot draft"
+            f"draft_model: {draft_model.model} has {usable_positions(small):,} positions, the target "
+            f"{name} {target.positions:,}; behind its last one it cannot draft"
         )
     if its_device != mine_device:
         problems.append(f"draft_model.device: is {its_device}, the target's {mine_device}; give them the same one")

@@ -19,6 +19,7 @@ from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.metrics import tau
 from draftsmith.models.chat import Message, RenderError, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.families import usable_positions
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection, TreeSection
@@ -89,7 +90,7 @@ class Speculator:
                 "tree.vocab_size: give Speculator.load the token_counts.safetensors that `draftsmith rank-vocab` wrote"
             )
         try:
-            check_size(tree, self.target.config.max_position_embeddings)
+            check_size(tree, usable_positions(self.target.config))
         except UserError as error:  # the recipe's key is an argument here
             raise UserError([problem.removeprefix("eval.") for problem in error.problems]) from None
         return self.lineup.proposer(replace(self.contender, tree=tree), sampling)
@@ -118,7 +119,7 @@ class Speculator:
             prompt = render_prompt(self.tokenizer, messages, tools)
         except RenderError as error:
             raise UserError(f"the messages cannot be asked: {error}") from error
-        positions = self.target.config.max_position_embeddings
+        positions = usable_positions(self.target.config)
         if len(prompt) + max_new_tokens > positions:
             raise UserError(
                 f"{len(prompt)} prompt tokens and {max_new_tokens} new ones exceed the target's {positions} positions"

@@ -7,8 +7,9 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.models.chat import load_config, load_generation_config, load_tokenizer, stop_ids, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity
+from draftsmith.models.families import usable_positions
 from draftsmith.models.quantize import target_changes
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.schema import Recipe, TargetSection
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class TargetFacts:
 
     @property
     def positions(self) -> int:
-        return self.config.max_position_embeddings
+        return usable_positions(self.config)
 
     @property
     def stop_ids(self) -> list[int]:
@@ -39,3 +40,24 @@ class TargetFacts:
         """`checkpoint.config_identity`."""
         section = self.section
         return config_identity(self.config, section.model, section.revision, self.fingerprint, target_changes(section))
+
+
+def positions_of(section: TargetSection) -> int:
+    """`usable_positions` of a target. Raises UserError if there is no such target."""
+    return usable_positions(load_config(section).get_text_config(decoder=True))
+
+
+def longest_row(recipe: Recipe) -> int:
+    """Most tokens of a row that regeneration writes and that training, capture and plans read: data.max_length, or
+    the target's positions where they are fewer. It reads and learns nothing that the target could not read itself."""
+    return min(recipe.data.max_length, positions_of(recipe.target))
+
+
+def bounded_rows(recipe: Recipe) -> str | None:
+    """A note if the target has fewer positions than data.max_length has tokens, else None."""
+    if (longest := longest_row(recipe)) == recipe.data.max_length:
+        return None
+    return (
+        f"note: data.max_length is {recipe.data.max_length:,}, and the target has {longest:,} positions: no row is "
+        f"longer than {longest:,} tokens"
+    )

@@ -28,6 +28,7 @@ from draftsmith.models.chat import (
     render_prompt,
 )
 from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.families import usable_positions
 from draftsmith.models.image_tokens import ImageTokens
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.quantize import precision_name
@@ -290,7 +291,7 @@ def decode_all(
         lineup.tokenizer,
         lineup.stop_ids,
         recipe.eval.max_new_tokens,
-        lineup.target.config.max_position_embeddings,
+        usable_positions(lineup.target.config),
         sampling,
         recipe.eval.seed,
         recipe.eval.batch_size,

@@ -14,7 +14,7 @@ from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contend
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.neighbours import warning
 from draftsmith.eval.decoding.proposers import rule_name, tree_name
-from draftsmith.eval.decoding.target_facts import TargetFacts
+from draftsmith.eval.decoding.target_facts import TargetFacts, longest_row, positions_of
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, answer_line, decode_all, plain_of, recipe_questions
 from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.measured.metrics import summarise_all
@@ -235,7 +235,7 @@ def with_chosen_trees(lineup: Lineup, recipe: Recipe, contenders: Sequence[Conte
 
 def no_room(recipe: Recipe) -> str | None:
     """A problem if no prompt fits beside the answer, else None."""
-    positions = load_config(recipe.target).get_text_config().max_position_embeddings
+    positions = positions_of(recipe.target)
     if recipe.eval.max_new_tokens < positions:
         return None
     return (
@@ -285,7 +285,7 @@ def print_evaluation_plan(recipe: Recipe, asked: list[Question], contenders: Seq
         print(f"draft model  {', '.join(sorted(models))}: its memory is not counted")
     if others := [name.removeprefix(f"{PLAIN}, ") for name in plain[1:]]:
         print(f"also loaded  {', '.join(others)}: its memory is not counted")
-    tokens = recipe.data.max_length + recipe.eval.max_new_tokens
+    tokens = min(longest_row(recipe) + recipe.eval.max_new_tokens, positions_of(recipe.target))
     for line in decoding_lines(load_config(recipe.target), recipe.target, recipe.eval.batch_size, tokens, weights):
         print(line)
     print(f"writes       acceptance.json, generations.jsonl and report.html in {recipe.eval_out}")

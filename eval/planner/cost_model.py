@@ -31,6 +31,7 @@ import torch
 from draftsmith.eval.decoding.accept import acceptance_of
 from draftsmith.eval.decoding.decode import Clock, Generation, Mark, TargetVerifier, decode
 from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.families import usable_positions
 from draftsmith.models.prompt import Insert, Prompt
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
@@ -210,7 +211,7 @@ def measure_costs(
     probes: dict[str, tuple[TreeSection, Proposer]] = {}
     for tree in probe_trees(trees):
         probes[f"{family(tree)}, {tree.nodes} nodes, {tree.draft_calls} calls"] = (tree, proposer_of(tree))
-    context = min(context, room_for(target.config.max_position_embeddings, trees))
+    context = min(context, room_for(usable_positions(target.config), trees))
     prompts = [joined([*texts[i:], *texts[:i]], context) for i in range(len(texts))]
     names = list(probes)
     raw: list[list[tuple[str, list[TimedRound]]]] = []  # of each repeat: probes and plain rounds as they took turns

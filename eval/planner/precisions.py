@@ -23,6 +23,7 @@ import torch
 from matplotlib.figure import Figure
 from torch.nn import functional
 
+from draftsmith.eval.decoding.target_facts import positions_of
 from draftsmith.eval.page.drawing import (
     MARKERS,
     Colours,
@@ -156,7 +157,7 @@ def main(recipe: Recipe, plan: bool) -> None:
     """draftsmith plan RECIPE --precisions: prints the table, and writes precisions.json and precisions.png."""
     sections, out = precisions_of(recipe.target), recipe.eval_out
     context = recipe.eval.planner.context or CONTEXT
-    positions = load_config(recipe.target).get_text_config(decoder=True).max_position_embeddings
+    positions = positions_of(recipe.target)
     if context + max(NODES) > positions:
         raise UserError(
             f"eval.planner.context: {context:,} tokens and {max(NODES)} nodes exceed the target's {positions:,} "

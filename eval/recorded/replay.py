@@ -35,6 +35,7 @@ from draftsmith.eval.decoding.accept import deepest
 from draftsmith.eval.decoding.decode import Generation, Verified, decode
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
+from draftsmith.models.families import usable_positions
 from draftsmith.models.prompt import PlacedInsert, Prompt
 from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
@@ -64,7 +65,7 @@ class RecordedVerifier:
         target: Target,
     ):
         self.target, self.device = target, target.device
-        self.positions: int = target.config.max_position_embeddings
+        self.positions: int = usable_positions(target.config)
         self.answers = list(answers)
         self.states = states_PF
         # Padding follows every answer. It equals no token, so no tree is accepted beyond the end.

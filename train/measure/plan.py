@@ -16,6 +16,7 @@ from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.capturing import free_bytes
 from draftsmith.data_gen.states.store import Store
 from draftsmith.data_gen.states.stored_target import stored_bytes
+from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
 from draftsmith.models.chat import load_config, tokenizer_fingerprint
 from draftsmith.models.costs import (
     checkpoint_bytes,
@@ -87,6 +88,8 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
         if rejects.total:
             print(rejects.summary())
     else:
+        if note := bounded_rows(recipe):
+            print(note)
         store, data = None, expected_data(recipe, tokenizer)
     check_precision(section)
     size = target_size(config, section)
@@ -237,8 +240,8 @@ def _parameter_lines(run: PlannedRun) -> Iterator[str]:
 def _data_problems(run: PlannedRun) -> Iterator[str]:
     if run.data.prompts_without_room == 1:
         yield (
-            f"no room for an answer: every sampled prompt takes all of data.max_length {run.recipe.data.max_length}; "
-            "regenerate will reject them"
+            f"no room for an answer: every sampled prompt takes all of the {longest_row(run.recipe):,} tokens of a row "
+            "(data.max_length, or the target's positions where they are fewer); regenerate will reject them"
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from draftsmith.data_gen.answers.prompt_sizes import planned, sampled
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import length_of, taught_tokens
+from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.models.costs import Device, TargetSize
 from draftsmith.models.drafters import trainable_parameters
 from draftsmith.models.feature_drafter import DrafterConfig
@@ -81,7 +82,7 @@ def expected_data(recipe: Recipe, tokenizer: Any) -> DataSize:
     Of many prompts a sample is rendered. Hub datasets are not read: only data.max_prompts is known of them, and every
     conversation is assumed to be one row, as long as data.max_length allows.
     """
-    limit, longest = recipe.data.max_prompts, recipe.data.max_length
+    limit, longest = recipe.data.max_prompts, longest_row(recipe)
     if recipe.data.has_hub_prompts:
         tokens = None if limit is None else limit * longest
         return DataSize(
@@ -93,8 +94,8 @@ def expected_data(recipe: Recipe, tokenizer: Any) -> DataSize:
             longest_columns=longest,
             mean_padded_tokens=longest,
             mean_columns=longest,
-            basis="assumed: data.max_prompts rows of data.max_length tokens, all supervised; a template that rewrites "
-            "its history makes a row of every turn",
+            basis=f"assumed: data.max_prompts rows of {longest:,} tokens, all supervised; a template that rewrites its "
+            " history makes a row of every turn",
             counted=False,
             bounded=False,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.models.checkpoint import written
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.recipes.files.digest import file_digest
@@ -60,7 +61,7 @@ def run_identity(
         "draft_vocab_sha256": file_digest(recipe.draft_vocab_path),
         "conversations_sha256": file_digest(recipe.conversations_path),
         "data.states": states,
-        "data.max_length": recipe.data.max_length,
+        "data.max_length": longest_row(recipe),
         "left out for asking what is asked in": recipe.eval.prompts if recipe.data.contamination == "remove" else None,
         "micro-batches a step": processes * recipe.train.gradient_accumulation_steps,
     } | (digests | settings)

@@ -21,10 +21,10 @@ from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.eval.decoding.contenders import check_size
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.policies import PolicyProposer, TreePolicy, policy_of
+from draftsmith.eval.decoding.target_facts import positions_of
 from draftsmith.eval.measured.metrics import summarise
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import StatesOf, replay
-from draftsmith.models.chat import load_config
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, cut_by_file
@@ -53,9 +53,8 @@ def check_replay(recipe: Recipe) -> None:
             "train.eval_replay: policy auto goes by speeds, and replay has none; name a policy in eval.tree"
         )
     else:
-        positions = load_config(recipe.target).get_text_config(decoder=True).max_position_embeddings
         with collected(problems, "train.eval_replay: "):
-            check_size(tree, positions)
+            check_size(tree, positions_of(recipe.target))
     if tree.draw == "sampled" and recipe.eval.temperature > 0:
         problems.append(
             "train.eval_replay: eval.tree.draw: sampled cannot be replayed: which tokens the drafter drew beside an "
