@@ -59,10 +59,37 @@ def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def usable_positions(config: Any) -> int:
-    """How many tokens a decoder of this text config reads as it was trained to. Learnt positions end there; rotations
-    go on, but nobody trained the model on them."""
+    """How many tokens a decoder of this text config reads, as it was trained to and each alike.
+
+    Learnt positions end at max_position_embeddings. Rotations go on, but nobody trained the model on them, and
+    `dynamic` ones begin to change there. `longrope` ones change earlier (`changing_rotation`).
+    """
     # Families without such a key (BLOOM, MPT) bias attention by distance, at any length.
-    return getattr(config, "max_position_embeddings", None) or MOST_COUNTED
+    most = getattr(config, "max_position_embeddings", None) or MOST_COUNTED
+    return min(most, changing_rotation(config) or most)
+
+
+def changing_rotation(config: Any) -> int | None:
+    """The length, in tokens, behind which the target rotates all tokens by other frequencies; None: it never does.
+
+    transformers takes the frequencies of a whole forward from its last position, and leaves cached keys as they are. A
+    row's states would then depend on longer rows beside it, and a token's on drafted ones behind it.
+    """
+    borders = [
+        rope["original_max_position_embeddings"]
+        for rope in rotations(config)
+        if rope["rope_type"] == "longrope" and any(rope.get(f"long_{x}") != rope.get(f"short_{x}") for x in _BY_LENGTH)
+    ]
+    return min(borders, default=None)
+
+
+_BY_LENGTH = ("factor", "mscale")  # of the frequencies, and PhiMoE's of the states
+
+
+def rotations(config: Any) -> list[dict[str, Any]]:
+    """Rotary parameters of a text config: one set, or one for each type of attention that rotates."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [each for each in rope.values() if each]
 
 
 def attention_kinds(config: Any) -> AttentionKinds:

@@ -47,11 +47,8 @@ def make_tokenizer(
     return fast
 
 
-def make_target(family: str = "llama", num_layers: int = 7, seed: int = 0, **overrides) -> Any:
-    """A random-weight causal LM in float32: hidden 32, 4 heads, 2 key/value heads, `num_layers` layers.
-
-    Weights are larger than the families' default initialisation so that greedy answers vary instead of repeating.
-    """
+def make_config(family: str = "llama", num_layers: int = 7, **overrides) -> Any:
+    """The config of `make_target`."""
     settings = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
@@ -67,8 +64,16 @@ def make_target(family: str = "llama", num_layers: int = 7, seed: int = 0, **ove
         "bos_token_id": None,
         "eos_token_id": 4,
     }
+    return AutoConfig.for_model(family, **(settings | overrides))
+
+
+def make_target(family: str = "llama", num_layers: int = 7, seed: int = 0, **overrides) -> Any:
+    """A random-weight causal LM in float32: hidden 32, 4 heads, 2 key/value heads, `num_layers` layers.
+
+    Weights are larger than the families' default initialisation so that greedy answers vary instead of repeating.
+    """
+    config = make_config(family, num_layers, **overrides)
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **(settings | overrides))
     return AutoModelForCausalLM.from_config(config).float().eval()
 
 
