@@ -498,7 +498,8 @@ class TrainSection(Section):
     warmup_steps: CountOrZero = 0
     """Optimiser steps of linear warm-up."""
     schedule: Literal["cosine", "linear"] = "cosine"
-    """Decay to zero after the warm-up."""
+    """Decay to zero after the warm-up, at the last step. A run that is resumed with more or fewer steps than it was
+    begun with goes on at the rate that its new length asks for, and prints how far that lies from the last one."""
     adam_beta1: Number = Field(default=0.9, ge=0, lt=1)
     """Decay of AdamW's running mean of gradients."""
     adam_beta2: Number = Field(default=0.95, ge=0, lt=1)

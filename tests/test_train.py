@@ -106,12 +106,18 @@ def test_changed_settings_under_a_checkpoint_are_refused(recipe_path: Path, caps
     train(recipe_path, "train.learning_rate=0.1", "--plan")
     assert re.search(rf"CANNOT WORK: .* belongs to another run \({changed}\)", capsys.readouterr().out)
     train(recipe_path, "train.max_steps=8", "--plan")
-    assert "CANNOT WORK" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    jumps = "From step 7 on, its learning rate is that of a cosine decay over 8 steps: 0.00044, after 0.0002 in step 6"
+    assert "CANNOT WORK" not in printed and jumps in printed
     with pytest.raises(UserError, match=r"beyond the 2 steps of this recipe"):
         train(recipe_path, "train.max_steps=2")
     with pytest.raises(UserError, match=r"target\.dtype: the checkpoint has 'float32', this run has 'bfloat16'"):
         train(recipe_path, "target.dtype=bfloat16")
-    assert len(metrics(train(recipe_path, "train.max_steps=8"))) == 8  # a longer run goes on
+    train(recipe_path)
+    assert "its learning rate" not in capsys.readouterr().out
+    lines = metrics(train(recipe_path, "train.max_steps=8"))  # a longer run goes on
+    assert jumps in capsys.readouterr().out
+    assert [f"{line['lr']:.2g}" for line in lines[5:7]] == ["0.0002", "0.00044"] and len(lines) == 8
 
 
 def test_a_device_that_is_not_there_is_refused(recipe_path: Path) -> None:

@@ -84,7 +84,7 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
         train = recipe.train
         data = counted_data(rows, validation_rows, train.batch_size, train.seed, train.packing)
         if vocab is not None:
-            refusals = tuple(_refusals(recipe, shape, rows, validation_rows, store, processes))
+            refusals = tuple(_resumption(recipe, shape, rows, validation_rows, store, processes))
         if rejects.total:
             print(rejects.summary())
     else:
@@ -115,7 +115,7 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
         print(text)
 
 
-def _refusals(
+def _resumption(
     recipe: Recipe,
     shape: DrafterConfig,
     rows: Sequence[TrainingRow],
@@ -123,16 +123,21 @@ def _refusals(
     store: Store | None,
     processes: int,
 ) -> Iterator[str]:
-    """Why training would not resume from the last checkpoint, as far as can be told without the target's weights."""
+    """Why training would not resume from the last checkpoint, as far as can be told without the target's weights.
+    Prints how the learning rate would go on."""
     there = list_checkpoints(recipe.checkpoints_dir)
     if not there or damage(there[-1]) is not None:  # training sets damaged ones aside
         return
     digests = digests_of(rows, validation_rows)
     identity = run_identity(recipe, shape, {}, processes, digests, store_identity(store))
     try:
-        read_state(there[-1], identity, unknown=("target", "drafter.embedding_scale"))
+        state = read_state(there[-1], identity, unknown=("target", "drafter.embedding_scale"))
     except UserError as error:
         yield from error.problems
+        return
+    schedule = Schedule(recipe.train, len(rows), processes).resumed(state["step"], state["micro_batches"])
+    if note := schedule.jump(state["step"], state["steps"]):
+        print(note)
 
 
 def plan_lines(run: PlannedRun) -> Iterator[str]:

@@ -176,7 +176,7 @@ def read_state(checkpoint: Path, identity: Mapping[str, Any], unknown: tuple[str
             f"{checkpoint}: rank 0 resumes from it, and another process does not see it: output_dir must be one folder "
             "that all of them see"
         ) from None
-    if not {"windows", "name", "micro_batches"} <= state.keys():
+    if not {"windows", "name", "micro_batches", "steps"} <= state.keys():
         raise UserError(f"{checkpoint}: was written by an older version; choose another output_dir to start again")
     here = json.loads(json.dumps(identity))  # as it was written, with lists for tuples
     different = [

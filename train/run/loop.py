@@ -399,7 +399,7 @@ class Loop:
                 if self.accelerator.is_main_process:
                     state = {"step": step, "identity": self.identity, "windows": windows, "waiting": waiting}
                     state |= {"skipped_steps": self.skipped, "name": self.name}
-                    state |= {"micro_batches": self.schedule.read_by(step)}
+                    state |= {"micro_batches": self.schedule.read_by(step), "steps": self.schedule.steps}
                     (partial / STATE).write_text(json.dumps(state, indent=2) + "\n")
                     sync_to_disk(self.metrics_path)  # a resumed run does not write earlier lines again
                     publish_checkpoint(partial, final)
@@ -428,6 +428,8 @@ class Loop:
         self.window.restore(state["windows"], self.accelerator)
         self._begin_log(state["step"])
         self.accelerator.print(f"resumed from {last}")
+        if note := self.schedule.jump(state["step"], state["steps"]):
+            self.accelerator.print(note)
         self._log_waiting(state.get("waiting"))
         if self.accelerator.is_main_process:  # the last run may have been killed before it did
             self._keep(check=True)
@@ -445,8 +447,7 @@ class Loop:
     def _state_of(self, checkpoint: Path) -> dict[str, Any]:
         """The checkpoint's state. Raises UserError if this run cannot be resumed from it."""
         state = read_state(checkpoint, self.identity)
-        room = state["step"] * self.schedule.micro_batches_per_step
-        self.schedule = replace(self.schedule, unread=room - state["micro_batches"])
+        self.schedule = self.schedule.resumed(state["step"], state["micro_batches"])
         if state["step"] > self.schedule.steps:
             raise UserError(
                 f"{checkpoint} is beyond the {self.schedule.steps} steps of this recipe (train.max_steps, "

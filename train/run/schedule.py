@@ -1,7 +1,7 @@
 """Which micro-batches each optimiser step reads, and its learning rate."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from draftsmith.recipes.schema import TrainSection
@@ -75,3 +75,19 @@ class Schedule:
             return peak * (step + 1) / warmup
         done = (step - warmup) / max(1, self.steps - warmup)
         return peak * (1 - done if self.section.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done)))
+
+    def resumed(self, step: int, micro_batches: int) -> "Schedule":
+        """The same run behind a checkpoint of `step` steps, which read `micro_batches`."""
+        return replace(self, unread=step * self.micro_batches_per_step - micro_batches)
+
+    def jump(self, step: int, steps: int) -> str | None:
+        """A note if a run that is resumed behind `step` steps was to have another number of `steps`: its learning rate
+        jumps there. None: it goes on as planned."""
+        if steps == self.steps or not 0 < step < self.steps:
+            return None
+        before = replace(self, section=self.section.model_copy(update={"max_steps": steps}))
+        return (
+            f"note: the run was to have {steps:,} steps and has {self.steps:,} now. From step {step + 1:,} on, its "
+            f"learning rate is that of a {self.section.schedule} decay over {self.steps:,} steps: "
+            f"{self.learning_rate(step):.2g}, after {before.learning_rate(step - 1):.2g} in step {step:,}"
+        )
