@@ -69,14 +69,16 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
     from draftsmith.models.chat import THINKING_SWITCHES, load_config, load_tokenizer
     from draftsmith.models.costs import target_size
     from draftsmith.models.families import usable_positions
-    from draftsmith.models.target import default_capture_layers
+    from draftsmith.models.target import default_capture_layers, shallow_capture_layers
 
     section = TargetSection(model=model)
     config, tokenizer = load_config(section), load_tokenizer(section)
     text = config.get_text_config()
     size = target_size(config, section)
     vocabulary, positions, hidden = text.vocab_size, usable_positions(text), text.hidden_size
-    layers = default_capture_layers(text.num_hidden_layers)
+    depth = text.num_hidden_layers
+    shallow = depth < 7
+    layers = shallow_capture_layers(depth) if shallow else default_capture_layers(depth)
     cut = vocabulary > DRAFT_VOCAB
     length = min(2048, positions)
     answer = min(1024 if hidden >= 1024 else 512, length // 2)
@@ -85,7 +87,7 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
     switch = next((switch for switch in THINKING_SWITCHES if re.search(rf"\b{switch}\b", template)), None)
     own = prompts != PROMPTS
     lines = f"""\
-# EAGLE-3.1 for {model}: {_count(size.parameters)} parameters, {text.num_hidden_layers} layers of width {hidden:,},
+# EAGLE-3.1 for {model}: {_count(size.parameters)} parameters, {depth} layers of width {hidden:,},
 # {vocabulary:,} tokens, {positions:,} positions. Written by `draftsmith init`. The numbers are a starting point, not a
 # result: docs/recipes.md explains them, recipes/schema.py lists every key.
 #
@@ -110,7 +112,8 @@ data:
     max_new_tokens: {answer}
 
 drafter:
-  kind: eagle3 | reads states {", ".join(map(str, layers))} of {text.num_hidden_layers}, the default
+  kind: eagle3{"" if shallow else f" | reads states {', '.join(map(str, layers))} of {depth}, the default"}
+{f"  capture_layers: {layers} | of {depth} states; the default needs 7 layers" if shallow else ""}
   vocab_size: {f"{DRAFT_VOCAB} | of {vocabulary:,}: the most frequent ones" if cut else f"null | all {vocabulary:,}"}
   fc_norm: true | EAGLE-3.1, with the next line; leave both out for llama.cpp
   norm_output: true

@@ -174,14 +174,19 @@ def default_capture_layers(num_layers: int) -> tuple[int, int, int]:
     """EAGLE-3's (2, L//2, L-3), in `hidden_states` numbering: state i is the input of layer i, state 0 the embedding.
 
     Raises:
-        UserError: below 7 layers the three collide (L = 4, 5, 6 give two or one distinct states).
+        UserError: below 7 layers the three collide or do not ascend.
     """
     if num_layers < 7:
         raise UserError(
-            f"drafter.capture_layers: the default (2, L//2, L-3) collides for a target of {num_layers} layers; "
-            f"name distinct layers between 0 and {num_layers - 1}, for example [0, {num_layers // 2}, {num_layers - 1}]"
+            f"drafter.capture_layers: a target of {num_layers} layers is too shallow for the default (2, L//2, L-3); "
+            f"name the states to read, ascending, for example {shallow_capture_layers(num_layers)}"
         )
     return (2, num_layers // 2, num_layers - 3)
+
+
+def shallow_capture_layers(num_layers: int) -> list[int]:
+    """States for a target without a default: the last, a middle and a low one; all if there are at most three."""
+    return sorted({int(num_layers > 3), num_layers // 2, num_layers - 1})
 
 
 class _AllCaptured(Exception):

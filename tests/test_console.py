@@ -16,6 +16,9 @@ import pytest
 import yaml
 
 from draftsmith.models import starter
+from draftsmith.models.chat import load_config
+from draftsmith.models.drafters import drafter_shape
+from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.recipes.command import console, pipeline
 from draftsmith.recipes.command.cli import parse_command
 from draftsmith.recipes.command.inputs import need, prompts
@@ -348,6 +351,24 @@ def test_init_writes_a_recipe_for_the_target(
     with pytest.raises(UserError, match=r"^--prompts: no such file: gone.jsonl"):
         run_main(starter, str(target_dir), "--prompts", "gone.jsonl", "--out", "other.yaml")
     assert not Path("other.yaml").exists()
+
+
+@pytest.mark.parametrize("depth", range(1, 8))
+def test_init_names_states_that_a_target_of_any_depth_has(target_dir: Path, tmp_path: Path, depth: int) -> None:
+    shallow, path = tmp_path / "shallow", tmp_path / "my.yaml"
+    shutil.copytree(target_dir, shallow)
+    config = json.loads((shallow / "config.json").read_text()) | {"num_hidden_layers": depth, "layer_types": None}
+    (shallow / "config.json").write_text(json.dumps(config))
+    path.write_text(starter.starter_recipe(str(shallow), starter.PROMPTS, path))
+    recipe = load_recipe(path)
+    shape = drafter_shape(recipe.drafter, load_config(recipe.target))
+    assert isinstance(shape, Eagle3Config) and len(shape.capture_layers) == min(depth, 3)
+    if depth == 7:
+        assert recipe.drafter.capture_layers is None
+        return
+    with pytest.raises(UserError, match=r"too shallow for the default .*, for example \[") as raised:
+        drafter_shape(load_recipe(path, ["drafter.capture_layers=null"]).drafter, load_config(recipe.target))
+    assert str(raised.value).endswith(str(recipe.drafter.capture_layers))  # the advice works, too
 
 
 def test_init_s_numbers_follow_the_target_s_size(target_dir: Path, tmp_path: Path) -> None:
