@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from draftsmith.recipes.errors import UserError, first_line, short
-from draftsmith.recipes.prompts.benchmarks import benchmark_of
+from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, benchmark_of
 from draftsmith.recipes.prompts.reader import check_source
 from draftsmith.recipes.schema import ImpossibleSettings, Recipe
 
@@ -53,6 +53,7 @@ MOST_VALUES = 10_000
 MOST_DIGITS = 400
 MOST_PROBLEMS = 50
 PASSWORD = re.compile(r"//[^/\s]*@")  # and user name, in a URL
+BEFORE_PATH = re.compile(rf"(?:--[\w-]+=|(?:hf|{'|'.join(BENCHMARKS)}):)?(?=~[^/\s]*/)")
 
 
 @dataclass
@@ -77,7 +78,8 @@ class _Source:
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in file `path` with `overrides` ("train.max_steps=100") applied in order.
 
-    Paths inside a recipe are relative to the working directory. Raises UserError with all problems.
+    Paths inside a recipe are relative to the working directory; `~` is the home folder. Raises UserError with all
+    problems.
     """
     source = _read_file(Path(path))
     for override in overrides:
@@ -131,6 +133,12 @@ def _read_file(path: Path) -> _Source:
     return source
 
 
+def with_home(text: str) -> str:
+    """`text` with the home folder in place of the `~` that begins its path: ~/a, hf:~/a, mt_bench:~/a, --out=~/a."""
+    before = BEFORE_PATH.match(text)
+    return text if before is None else before[0] + os.path.expanduser(text[before.end() :])
+
+
 def _refused(mark: yaml.Mark, problem: str) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, mark)
 
@@ -150,7 +158,8 @@ def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int],
             if node.tag != TEXT_TAG and len(node.value) > MOST_DIGITS:
                 raise _refused(node.start_mark, f"a value of {len(node.value):,} characters that is not text")
             try:
-                return loader.construct_object(node)
+                value = loader.construct_object(node)
+                return with_home(value) if isinstance(value, str) else value
             except (ValueError, KeyError, AttributeError) as error:  # 2024-13-45, !!bool maybe, !!timestamp abc
                 why = error if isinstance(error, ValueError) else f"{node.value!r} is not a {node.tag.split(':')[-1]}"
                 raise _refused(node.start_mark, str(why)) from None

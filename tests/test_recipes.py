@@ -103,6 +103,24 @@ def test_no_is_a_choice_not_a_boolean(write, override):
     assert "given true" in problem
 
 
+def test_a_path_may_begin_at_the_home_folder(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "a"}\n')
+    text = (
+        "output_dir: ~/run\ntarget: {model: ~/m}\ndata: {prompts: [~/a.jsonl, 'hf:~/a b:train', mt_bench:~/b.jsonl]}\n"
+    )
+    (tmp_path / "m").mkdir()
+    recipe = load_recipe(write(text), ["eval.also=[{name: ~x, drafter: ~/d}]", "data.states=~nobody-here/s"])
+    assert (recipe.output_dir, recipe.target.model) == (f"{tmp_path}/run", f"{tmp_path}/m")
+    assert recipe.data.prompts == [f"{tmp_path}/a.jsonl", f"hf:{tmp_path}/a b:train", f"mt_bench:{tmp_path}/b.jsonl"]
+    assert (recipe.eval.also[0].name, recipe.eval.also[0].drafter) == ("~x", f"{tmp_path}/d")
+    assert recipe.data.states == "~nobody-here/s"  # no such user: an ordinary name
+    monkeypatch.setattr(sys, "argv", ["x", "~/my.yaml", "--out=~/b", "a=~b", "a~/b"])
+    cli.run(lambda: None)
+    assert sys.argv[1:] == [f"{tmp_path}/my.yaml", f"--out={tmp_path}/b", "a=~b", "a~/b"]
+
+
 def test_empty_section_is_its_defaults(write):
     recipe = load_recipe(write(SMALLEST + "train:\neval:\n  # max_prompts: 3\n"))
     assert recipe.train == Recipe.model_validate(yaml.safe_load(SMALLEST)).train

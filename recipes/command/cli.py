@@ -23,7 +23,7 @@ from pathlib import Path
 
 from draftsmith.recipes.command.launch import check_alone, rank, world_size
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.loader import load_recipe, with_home
 from draftsmith.recipes.schema import Recipe
 
 EPILOG = """\
@@ -92,7 +92,9 @@ def parse_arguments(
         description=doc, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "recipe_path", metavar="recipe.yaml", help="the recipe; paths in it are relative to where you are"
+        "recipe_path",
+        metavar="recipe.yaml",
+        help="the recipe; paths in it are relative to where you are, ~ is your home folder",
     )
     values = parser.add_argument(
         "overrides", metavar="key.path=value", nargs="*", help="values that replace the recipe's"
@@ -124,6 +126,7 @@ def run(main: Callable[[], None], many_processes: bool = False) -> None:
         many_processes: whether a launcher may start several processes that share the work.
     """
     _quiet_third_parties()
+    sys.argv[1:] = map(with_home, sys.argv[1:])  # shells expand `~` only where a word begins
     if many_processes and world_size() > 1:
         with _no_finalization():
             _run(main, many_processes)
