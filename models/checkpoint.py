@@ -14,7 +14,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,25 @@ from transformers.activations import ACT2FN
 
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.digests import tensor_digest
-from draftsmith.models.drafters import build_drafter, config_class, kind_text, known_kinds, tensor_shapes
+from draftsmith.models.drafters import (
+    build_drafter,
+    config_class,
+    drafter_shape,
+    kind_text,
+    known_kinds,
+    tensor_shapes,
+)
 from draftsmith.models.families import auto_class
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
 from draftsmith.models.layers import rotary
 from draftsmith.models.target import Target
+from draftsmith.models.vision import is_vision_language
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError, first_line, short
 from draftsmith.recipes.files.atomic import atomic_folder, written
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.schema import Recipe
 
 
 def config_identity(
@@ -133,6 +142,8 @@ def save_drafter(
 
 LARGEST_NUMBER = 2**31 - 1  # of a config.json's numbers; `read_drafter_vocab` then compares them with the weights
 FILES = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json")
+# Fields of a shape that no key of a recipe sets. They are the target's, and for another project's drafters their own.
+UNSET = ("head_dim", "rms_norm_eps", "max_position_embeddings", "hidden_act", "rope_parameters")
 
 
 def _kind_and_shape(shape: DrafterConfig) -> dict[str, Any]:
@@ -179,6 +190,30 @@ def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]
     except (TypeError, ValueError, KeyError, UserError) as error:
         raise UserError(f"{directory / 'config.json'}: damaged: {error}") from error
     return shape, trained_for
+
+
+def shape_of_run(recipe: Recipe, config: Any) -> DrafterConfig:
+    """The shape of the recipe's drafter. What the recipe leaves open is taken from drafter.init_from, if one is there.
+
+    Args:
+        config: the target's whole config.
+
+    Raises:
+        UserError: the drafter is not possible for this target.
+    """
+    if recipe.drafter.kind == "vispec" and not is_vision_language(config):
+        raise UserError(
+            f"drafter.kind: vispec reads pictures, and {recipe.target.model} ({config.model_type}) reads text only; "
+            f"take a vision-language target, or kind {recipe.drafter.base}"
+        )
+    shape = drafter_shape(recipe.drafter, config.get_text_config())
+    if recipe.drafter.init_from is None:
+        return shape
+    try:
+        start = read_drafter_config(Path(recipe.drafter.init_from))[0]
+    except UserError:
+        return shape  # training says why
+    return replace(shape, **{name: getattr(start, name) for name in UNSET})
 
 
 def _check_values(kind: type[DrafterConfig], values: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ import yaml
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe, output_problem
 from draftsmith.recipes.prompts.reader import check_source
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.schema import Recipe, TargetSection
 
 PROMPTS = "hf:HuggingFaceH4/ultrachat_200k:train_sft"
 DRAFT_VOCAB = 32_000  # EAGLE-3's
@@ -69,6 +69,7 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
     from draftsmith.models.chat import THINKING_SWITCHES, load_config, load_tokenizer
     from draftsmith.models.costs import target_size
     from draftsmith.models.families import usable_positions
+    from draftsmith.models.formats.exporting import able_engines, source_to_train
     from draftsmith.models.target import default_capture_layers, shallow_capture_layers
 
     section = TargetSection(model=model)
@@ -79,6 +80,15 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
     depth = text.num_hidden_layers
     shallow = depth < 7
     layers = shallow_capture_layers(depth) if shallow else default_capture_layers(depth)
+
+    def serving(normed: bool) -> list[str]:
+        drafter = {"kind": "eagle3", "fc_norm": normed, "norm_output": normed, "capture_layers": list(layers)}
+        drafter |= {"intermediate_size": 1}  # no engine asks, and some targets name none
+        recipe = Recipe.model_validate({"output_dir": "runs", "target": section.model_dump(), "drafter": drafter})
+        return [engine.title for engine in able_engines(source_to_train(recipe))]
+
+    without, with_norms = serving(normed=False), serving(normed=True)
+    others = ", ".join(title for title in without if title not in with_norms)
     cut = vocabulary > DRAFT_VOCAB
     length = min(2048, positions)
     answer = min(1024 if hidden >= 1024 else 512, length // 2)
@@ -115,7 +125,7 @@ drafter:
   kind: eagle3{"" if shallow else f" | reads states {', '.join(map(str, layers))} of {depth}, the default"}
 {f"  capture_layers: {layers} | of {depth} states; the default needs 7 layers" if shallow else ""}
   vocab_size: {f"{DRAFT_VOCAB} | of {vocabulary:,}: the most frequent ones" if cut else f"null | all {vocabulary:,}"}
-  fc_norm: true | EAGLE-3.1, with the next line; leave both out for llama.cpp
+  fc_norm: true | EAGLE-3.1, with the next line{f"; leave both out for {others}" if others else ""}
   norm_output: true
 
 train:

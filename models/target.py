@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional
@@ -34,7 +35,14 @@ from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Insert, PlacedInsert, PlacedRows
 from draftsmith.models.quantize import check_quantization, quantize_layers
 from draftsmith.models.target_session import TargetSession, behind
-from draftsmith.models.target_trials import Packing, check_trees, embedding_scales, tried_attention, working_packing
+from draftsmith.models.target_trials import (
+    Packing,
+    check_trees,
+    embedding_scales,
+    scale_without_weights,
+    tried_attention,
+    working_packing,
+)
 from draftsmith.models.vision import SUPPORTED, PictureInsert, PictureReader
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, first_line, short
@@ -74,6 +82,18 @@ def check_precision(section: TargetSection, device: str | None = None) -> None:
         return
     layers = decoder_layers(model.get_decoder(), config.get_text_config(decoder=True), type(model).__name__)
     check_quantization(section.quantization, config, layers, device or device_name(section.device))
+
+
+def planned_embedding_scale(section: TargetSection) -> float:
+    """`Target.embedding_scale` by the config, before any weight is read; 1 for what is no causal LM."""
+    config = load_config(section)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = auto_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
+    except ValueError:  # the error comes when it is loaded
+        return 1.0
+    text = config.get_text_config(decoder=True)
+    return scale_without_weights(model, decoder_layers(model.get_decoder(), text, type(model).__name__)[0])
 
 
 def device_name(wanted: str) -> str:

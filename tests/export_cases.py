@@ -25,6 +25,7 @@ DRAFTERS: dict[str, tuple[str, str | None, int | None, dict[str, Any]]] = {
     "eagle3, two layers": ("eagle3", None, CUT, {"num_layers": 2}),
     "eagle3, biases": ("eagle3", None, CUT, {"num_layers": 2, "attention_bias": True}),
     "eagle3.1": ("eagle3", None, CUT, {"fc_norm": True, "norm_output": True, "num_key_value_heads": 1}),
+    "eagle3, normed output": ("eagle3", None, CUT, {"norm_output": True}),
     "eagle": ("eagle", None, None, {"fc_bias": False}),
     "eagle, biases": ("eagle", None, None, {"attention_bias": True, "num_layers": 2}),
     "poss": ("poss", "eagle", None, {"positions_per_specialist": 2, "specialists": 2}),
@@ -53,7 +54,8 @@ def drafter_named(name: str, states: tuple[int, ...] = STATES, **overrides: Any)
     shape = config_class(kind, base)
     assert shape is not None
     layers = states if kind == "eagle3" else (target.num_layers,)
-    config = shape.for_target(target.config, VOCAB_SIZE, layers, vocab.size, **{"intermediate_size": 24, **own})
+    own = {"intermediate_size": 24, "embedding_scale": target.embedding_scale, **own}
+    config = shape.for_target(target.config, VOCAB_SIZE, layers, vocab.size, **own)
     drafter = build_drafter(config, vocab, target.frozen_head)
     with torch.no_grad():
         for parameter_name, parameter in drafter.named_parameters():

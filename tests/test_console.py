@@ -345,7 +345,8 @@ def test_init_writes_a_recipe_for_the_target(
     recipe = load_recipe("new/mine.yaml")
     assert recipe.target.model == str(target_dir) and recipe.data.prompts == "p.jsonl"
     assert recipe.drafter.vocab_size is None and recipe.data.max_length == 512  # all that the target has
-    assert "reads states 2, 3, 4 of 7" in (tmp_path / "new/mine.yaml").read_text()
+    text = (tmp_path / "new/mine.yaml").read_text()
+    assert "reads states 2, 3, 4 of 7" in text and "leave both out for EAGLE's code, llama.cpp\n" in text
     with pytest.raises(UserError, match=r"new/mine\.yaml exists"):
         run_main(starter, str(target_dir), "--out", "new/mine.yaml")
     with pytest.raises(UserError, match=r"^--prompts: no such file: gone.jsonl"):
@@ -382,6 +383,12 @@ def test_init_s_numbers_follow_the_target_s_size(target_dir: Path, tmp_path: Pat
     switch = "{% if enable_thinking %}x{% endif %}"
     (large / "chat_template.jinja").write_text(switch + (target_dir / "chat_template.jinja").read_text())
     text = starter.starter_recipe(str(large), starter.PROMPTS, Path("of-mine/Large 2.yaml"))
+    assert "leave both out for EAGLE's code, llama.cpp\n" in text
+    (large / "config.json").write_text(
+        json.dumps(config | wide | {"model_type": "granite", "embedding_multiplier": 12})
+    )
+    scaled = starter.starter_recipe(str(large), starter.PROMPTS, Path("scaled.yaml"))
+    assert "leave both out for SGLang, EAGLE's code, llama.cpp\n" in scaled
     found = yaml.safe_load(text)
     assert found["output_dir"] == "runs/large-2"
     assert found["drafter"]["vocab_size"] == 32_000 and found["train"]["learning_rate"] == "1e-4"

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from draftsmith.models.formats.engines import ENGINES, problems
 from draftsmith.models.formats.exporting import Source, able_engines, differs, export, facts
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.foreign import read_foreign
+from draftsmith.models.formats.foreign import Foreign, probe_head, probe_log_probs, read_foreign
 from draftsmith.recipes.errors import UserError
 from tests.export_cases import DRAFTERS, drafter_named, save_target, target_of, trained, write_folder
 
@@ -23,6 +24,7 @@ ABLE = {
     "eagle3, two layers": ["vllm", "sglang", "speculators"],
     "eagle3, biases": ["vllm"],
     "eagle3.1": ["vllm", "sglang", "tensorrt-llm", "speculators"],
+    "eagle3, normed output": ["vllm", "sglang", "tensorrt-llm", "speculators"],
     "eagle": ["vllm", "sglang", "eagle"],
     "eagle, biases": [],
     "poss": [],
@@ -94,6 +96,37 @@ def test_states_in_both_spellings_and_the_target_s_rotation(tmp_path: Path) -> N
     assert config["rope_parameters"] == rope
     table = load_file(tmp_path / "speculators/model.safetensors")["embed_tokens.weight"]
     assert torch.equal(table, target_of(**own).embedding_table)
+
+
+# An epsilon that tells scaled embeddings from others.
+SCALED: dict[str, Any] = {"family": "granite", "embedding_multiplier": 12.0, "rms_norm_eps": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("name", "able"),
+    [
+        ("eagle3", ["vllm", "sglang", "speculators", "llama.cpp"]),
+        ("eagle3, two layers", ["vllm", "sglang", "speculators"]),
+        ("eagle3, normed output", ["vllm", "sglang", "speculators"]),
+        ("eagle3.1", ["vllm", "speculators"]),
+        ("eagle", ["vllm", "sglang", "eagle"]),
+    ],
+)
+def test_an_export_makes_up_for_the_target_s_scaled_embeddings(name: str, able: list[str], tmp_path: Path) -> None:
+    source = trained(tmp_path / "drafter", save_target(tmp_path / "target", **SCALED), drafter_named(name, **SCALED))
+    assert [engine.name for engine in able_engines(source)] == able
+    head = probe_head(source.shape)
+    wanted = probe_log_probs(Foreign(source.shape, source.vocab, source.tensors, None).drafter(head))
+    for engine in (ENGINES[each] for each in able if each != "llama.cpp"):
+        export(source, engine, tmp_path / engine.name, None, nothing_beside)
+        back = read_foreign(read_folder(tmp_path / engine.name), facts(source))
+        assert back.shape.embedding_scale == 1
+        if name == "eagle3.1":  # the file's table holds the scale
+            assert back.embeddings is not None
+            assert torch.equal(back.embeddings, 12 * target_of(**SCALED).embedding_table)
+            back = replace(back, shape=replace(back.shape, embedding_scale=12.0))
+        found = probe_log_probs(back.drafter(head))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
 
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]

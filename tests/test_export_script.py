@@ -98,6 +98,11 @@ def test_a_plan_comes_before_the_training(
     assert "writes      new/export/sglang (not written" in said
     code, said = call(monkeypatch, capsys, script.main, *words, "export.to=sglang", "drafter.kind=poss")
     assert code == 2 and "no engine can" in said
+    save_target(run_dir.parent / "target", family="gemma2")  # scales its embeddings, which its config tells
+    code, said = call(monkeypatch, capsys, script.main, *words)
+    assert code == 0 and "also able: SGLang, EAGLE's code, speculators, llama.cpp\n" in said
+    code, said = call(monkeypatch, capsys, script.main, *words, "drafter.fc_norm=true")
+    assert code == 0 and "engine      vLLM; also able: speculators\n" in said
 
 
 def test_numbers_of_other_weights_are_not_told(

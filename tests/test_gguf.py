@@ -152,6 +152,12 @@ def test_llama_cpp_would_draft_what_the_drafter_does(tmp_path: Path, rope: str, 
     assert found.exp().sum(-1).allclose(torch.ones(3).double())
 
 
+def test_llama_cpp_would_draft_so_from_the_unscaled_table_of_a_target_that_scales_it(tmp_path: Path) -> None:
+    source = make_source(embedding_scale=9.0, rms_norm_eps=0.3)
+    found = as_llama_cpp_drafts(exported(source, tmp_path / "out"))
+    torch.testing.assert_close(found[:, source.vocab.target_ids].float(), drafted(source), rtol=0, atol=5e-5)
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
 def test_the_file_reads_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype | None) -> None:
     source = make_source(rope_parameters=LLAMA3)
@@ -200,7 +206,6 @@ def test_frequencies_are_divided_as_by_the_converter(tmp_path: Path) -> None:
         ({"norm_output": True}, "neither fc_norm nor norm_output"),
         ({"attention_bias": True}, "no bias in q, k, v"),
         ({"hidden_act": "gelu"}, "silu alone"),
-        ({"embedding_scale": 2.0}, "scaled by 2"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
             "followed for linear and llama3, the drafter has yarn",

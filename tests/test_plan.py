@@ -14,7 +14,7 @@ import torch
 import yaml
 from transformers import AutoConfig, GPT2Config
 
-from draftsmith.data_gen import regenerate
+from draftsmith.data_gen import capture, regenerate
 from draftsmith.data_gen.answers import prompt_sizes
 from draftsmith.eval import acceptance
 from draftsmith.models.alignment import columns_of
@@ -479,6 +479,29 @@ def test_plan_says_plainly_what_cannot_work(tmp_path: Path, capsys: pytest.Captu
     prompts.write_text(json.dumps({"prompt": "the cat sat on the mat " * 20}) + "\n")
     problems = plan(path, capsys, "output_dir=nowhere", f"data.prompts={prompts}", "data.max_length=16")["CANNOT WORK"]
     assert "no room" in problems
+
+
+@pytest.mark.parametrize("command", [regenerate, capture, eagle3])
+def test_an_export_that_would_be_refused_is_told_before_anything_is_written(command: Any, tmp_path: Path) -> None:
+    make_target("gemma2").save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "the cat"}) + "\n")
+    path = recipe_file(tmp_path, data={"prompts": str(prompts)}, drafter={"fc_norm": True, "norm_output": True})
+    write_conversations(tmp_path / "run/conversations.jsonl", 4)
+    DraftVocab(torch.arange(0, 320, 2), 320).save(tmp_path / "run/draft_vocab.safetensors")
+    before = set(tmp_path.rglob("*"))
+    for to, why in (
+        (
+            "sglang",
+            r"by 5\.65685, and SGLang gives a drafter.*export\.to: .* exported to vllm, speculators",
+        ),
+        ("tensorrt-llm", "TensorRT-LLM embeds by the target's own module"),
+    ):
+        for plan in ([], ["--plan"]):
+            with pytest.raises(UserError, match=rf"(?s)^export\.to: .*{why}"):
+                run_main(command, path, f"export.to={to}", *plan)
+    assert set(tmp_path.rglob("*")) == before
 
 
 def lines_of(path: Path, data: DataSize, device: Device, **settings: Any) -> str:

@@ -30,7 +30,7 @@ from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target, load_causal_lm, planned_embedding_scale
 from draftsmith.models.target_session import behind
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -161,6 +161,13 @@ def test_states_and_embeddings_are_those_of_output_hidden_states(name: str) -> N
     assert target.embedding_scale == pytest.approx(SCALES.get(name, 1.0), rel=1e-5)
     if name != "gpt2":
         torch.testing.assert_close(target.embed(ids), theirs[0], rtol=1e-5, atol=1e-6)
+
+
+@everywhere
+def test_a_config_alone_tells_the_scale_of_embeddings(name: str, tmp_path: Path) -> None:
+    target_of(name).model.config.save_pretrained(tmp_path)
+    planned = planned_embedding_scale(TargetSection(model=str(tmp_path)))
+    assert planned == pytest.approx(target_of(name).embedding_scale, rel=1e-5)
 
 
 @everywhere

@@ -37,6 +37,7 @@ from draftsmith.models.chat import (
 )
 from draftsmith.models.checkpoint import weight_bytes, weight_digests
 from draftsmith.models.costs import decoding_lines, decoding_time
+from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_writing_drafter, yet_to_import
 from draftsmith.models.quantize import target_changes
 from draftsmith.recipes.command.cli import Command
@@ -63,6 +64,7 @@ _OTHER_SAMPLING = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "n
 def main(command: Command) -> int:
     """Writes the answers and returns the number of conversations that the next run has to ask again."""
     recipe, section = with_writing_drafter(command.recipe, command.plan), command.recipe.target
+    check_export(recipe)
     tokenizer = load_tokenizer(section)
     generation_config = load_generation_config(section)
     settings = generation_settings(recipe, tokenizer, generation_config)

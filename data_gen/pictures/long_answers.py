@@ -56,6 +56,10 @@ def main(command: Command) -> None:
     sources = as_list(section.sources)
     if out.resolve() in [Path(source).resolve() for source in sources]:
         raise UserError(f"data.reprompt.out: {out} is one of data.reprompt.sources, and would be replaced")
+    if recipe.export.to is not None:  # else nothing here needs torch
+        from draftsmith.models.formats.exporting import check_export
+
+        check_export(recipe)
     if command.plan:
         _print_plan(recipe, sources)
         return

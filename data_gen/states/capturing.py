@@ -46,6 +46,7 @@ from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, differences, target_identity
 from draftsmith.models.costs import gigabytes, torch_dtype
+from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.guidance import loaded_target
 from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.quantize import target_changes
@@ -89,6 +90,7 @@ def lead(team: Team, command: Command) -> None:
     directory = recipe.states_dir
     if (problem := output_problem(directory, folder=True)) is not None:
         raise UserError(f"data.states: {problem}")
+    check_export(recipe)
     if not recipe.conversations_path.exists():  # planned before regeneration
         for text in early_plan_lines(recipe, directory):
             print(text)

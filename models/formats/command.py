@@ -6,14 +6,20 @@ from argparse import Namespace
 from importlib.metadata import version
 from pathlib import Path
 
-from draftsmith.models.chat import load_config
-from draftsmith.models.drafters import drafter_shape, kind_text
+from draftsmith.models.drafters import kind_text
 from draftsmith.models.formats import card as cards
 from draftsmith.models.formats import hub, importing, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, ServingEngine
-from draftsmith.models.formats.exporting import DTYPES, Source, able_engines, check_engine, export
+from draftsmith.models.formats.exporting import (
+    DTYPES,
+    Source,
+    able_engines,
+    check_engine,
+    check_out,
+    export,
+    source_to_train,
+)
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import drafter, need
 from draftsmith.recipes.errors import UserError
@@ -43,10 +49,9 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         if not command.plan:
             need(drafter(recipe))
     yet_to_train = recipe is not None and not written(directory).exists()
-    source = _planned(recipe) if recipe is not None and yet_to_train else Source.read(directory)
+    source = source_to_train(recipe) if recipe is not None and yet_to_train else Source.read(directory)
     out = command.out or out
-    if out.resolve() == directory.resolve() or importing.is_ours(out):
-        raise UserError(f"--out {out}: holds a trained drafter, which the export would replace; name another folder")
+    check_out(out, directory)
     check_engine(source, engine)
     if command.push_to_hub:
         hub.check_name(command.push_to_hub)
@@ -109,14 +114,6 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         print(f"{other.title}:\n  {other.command(source.shape, target, name)}")
     if recipe is not None and recipe.target.dtype == "float32" and engine.name == "vllm":
         print("Equal answers need the precision of the measurement: add --dtype float32", file=sys.stderr)
-
-
-def _planned(recipe: Recipe) -> Source:
-    """The drafter that the recipe will train, without weights."""
-    config = load_config(recipe.target).get_text_config()
-    shape = drafter_shape(recipe.drafter, config)
-    target = {"model": recipe.target.model, "num_layers": config.num_hidden_layers}
-    return Source(recipe.drafter_dir, shape, target, DraftVocab.full(shape.vocab_size), {})
 
 
 def _engine(name: str) -> ServingEngine:

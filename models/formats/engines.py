@@ -13,7 +13,7 @@ followed from descriptions of them.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -52,17 +52,24 @@ class ServingEngine:
     command: Callable[[DrafterConfig, str, str], str]  # of drafter, target and folder
     raises_on_unknown: bool  # else it drops unknown tensors without a word
     raises_on_missing: bool = False  # else it leaves them random
+    # A drafter reads the target's table, unscaled, or the file's own where there is one; or what the target's module
+    # makes of tokens, which families scale or not.
+    embeddings: Literal["target's table", "file's table", "target's module"] = "target's table"
 
     def reasons(self, shape: DrafterConfig, target: Mapping[str, Any]) -> list[str]:
         """Why the engine cannot serve this drafter; empty: it can."""
         if type(shape) not in self.architectures:
             return [f"{self.title} has no loader for {kind_text(shape)}"]
         reasons = []
-        if shape.embedding_scale != 1:
-            reasons.append(
-                f"the target's embeddings are scaled by {shape.embedding_scale:g} before the drafter reads them, and "
-                f"{self.title} gives a drafter the unscaled table"
-            )
+        if shape.embedding_scale != 1:  # `exporting.unscaled` makes up for it
+            scaled = f"the target scales its embeddings by {shape.embedding_scale:g}, and {self.title} "
+            if self.embeddings == "target's module":
+                reasons.append(f"{scaled}embeds by the target's own module, which is scaled in some families alone")
+            elif self.embeddings == "target's table" and isinstance(shape, Eagle3Config) and shape.fc_norm:
+                reasons.append(
+                    f"{scaled}gives a drafter the unscaled table, for which no drafter with fc_norm can be rewritten; "
+                    "train with drafter.fc_norm=false"
+                )
         if shape.hidden_act != "silu":
             reasons.append(f"{self.title} knows silu alone, the drafter has {shape.hidden_act}")
         layers = int(target["num_layers"])
@@ -549,7 +556,16 @@ def _llama_cpp_command(shape: DrafterConfig, target: str, folder: str) -> str:
 ENGINES = {
     engine.name: engine
     for engine in (
-        ServingEngine("vllm", "vLLM", _VLLM, _vllm_refusals, _vllm_load, _vllm_command, True),
+        ServingEngine(
+            "vllm",
+            "vLLM",
+            _VLLM,
+            _vllm_refusals,
+            _vllm_load,
+            _vllm_command,
+            True,
+            embeddings="file's table",
+        ),
         ServingEngine("sglang", "SGLang", _SGLANG, _sglang_refusals, _sglang_load, _sglang_command, False),
         ServingEngine(
             "tensorrt-llm",
@@ -559,6 +575,7 @@ ENGINES = {
             _tensorrt_load,
             _tensorrt_command,
             True,
+            embeddings="target's module",
         ),
         ServingEngine(
             "eagle",
@@ -577,6 +594,7 @@ ENGINES = {
             _speculators_load,
             _speculators_command,
             False,
+            embeddings="file's table",
         ),
         ServingEngine(
             "llama.cpp",

@@ -4,7 +4,7 @@ checkpoint --config_of, tensors--> <out>.partial --follow the engine's loader, r
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab, read_weights
+from draftsmith.models.chat import load_config
+from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab, read_weights, shape_of_run
 from draftsmith.models.digests import tensor_digest
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
@@ -22,13 +23,17 @@ from draftsmith.models.formats import eagle, gguf_file, speculators
 from draftsmith.models.formats.engines import ENGINES, ServingEngine, problems
 from draftsmith.models.formats.folder import INDEX, SINGLE, read_folder
 from draftsmith.models.formats.foreign import Foreign, TargetShape, probe_head, probe_log_probs, read_foreign
+from draftsmith.models.formats.importing import is_ours
+from draftsmith.models.target import planned_embedding_scale
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_folder
 from draftsmith.recipes.files.hub import check_model
 from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.schema import Recipe
 
 FILES = ("config.json", "model.safetensors", gguf_file.NAME, "README.md", "speculation_profile.json", "acceptance.png")
+EMBEDDINGS = "embed_tokens.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -69,6 +74,38 @@ def check_engine(source: Source, engine: ServingEngine) -> None:
         raise UserError([*(f"{source.directory}: {reason}" for reason in reasons), instead])
 
 
+def check_out(out: Path, directory: Path) -> None:
+    """Raises UserError for an export into a folder that holds a drafter of ours, such as the exported one."""
+    if out.resolve() == directory.resolve() or is_ours(out):
+        raise UserError(f"{out}: holds a trained drafter, which the export would replace; name another folder")
+
+
+def source_to_train(recipe: Recipe) -> Source:
+    """The drafter that the recipe will train, without weights.
+
+    Raises:
+        UserError: it is not possible for the target.
+    """
+    config = load_config(recipe.target)
+    shape = replace(shape_of_run(recipe, config), embedding_scale=planned_embedding_scale(recipe.target))
+    target = {"model": recipe.target.model, "num_layers": config.get_text_config().num_hidden_layers}
+    return Source(recipe.drafter_dir, shape, target, DraftVocab.full(shape.vocab_size), {})
+
+
+def check_export(recipe: Recipe) -> None:
+    """Raises UserError if the recipe's run would end in an export that is refused, as far as configs tell."""
+    if recipe.export.to is None:
+        return
+    try:
+        source, engine = source_to_train(recipe), ENGINES[recipe.export.to]
+        check_engine(source, engine)
+        check_out(recipe.export_dir(engine.name), source.directory)
+        if engine.name == "llama.cpp":
+            gguf_file.package()
+    except UserError as error:
+        raise UserError([f"export.to: {problem}" for problem in error.problems]) from None
+
+
 def export(
     source: Source,
     engine: ServingEngine,
@@ -88,12 +125,47 @@ def export(
         UserError: the engine cannot serve the drafter, or would read the folder otherwise than it is meant.
     """
     check_engine(source, engine)
+    able, written_one = able_engines(source), unscaled(source)
     with atomic_folder(out, FILES) as unfinished:
-        write_folder(source, engine, unfinished, dtype, target_gguf)
-        serves = prove(source, engine, unfinished, dtype)
+        write_folder(written_one, engine, unfinished, dtype, target_gguf)
+        serves = [each for each in prove(written_one, engine, unfinished, dtype) if each in able]
         for name, content in beside(serves).items():
             (unfinished / name).write_bytes(content.encode() if isinstance(content, str) else content)
     return serves
+
+
+def unscaled(source: Source) -> Source:
+    """An equal drafter that reads the target's embeddings without their scale s, as engines give them.
+
+    EAGLE-1's fc takes the scale into its columns. In EAGLE-3 a norm follows, whose epsilon alone tells x from s x:
+
+        norm(s x, epsilon) = norm(x, epsilon / s^2)
+
+    All norms of a file share one epsilon. So the residual stream, which all others read, is divided by s, too: fc and
+    all projections that end in it. With fc_norm, norms read the target's states; then the file gets a scaled table.
+
+    Raises:
+        UserError: the table is needed and not there.
+    """
+    scale, tensors = source.shape.embedding_scale, dict(source.tensors)
+    if scale == 1:
+        return source
+    shape = replace(source.shape, embedding_scale=1.0)
+    if not isinstance(shape, Eagle3Config):
+        fc = tensors["fc.weight"].clone()
+        fc[:, : shape.hidden_size] *= scale  # [embedding; feature]
+        tensors["fc.weight"] = fc
+    elif shape.fc_norm:
+        tensors[EMBEDDINGS] = target_embeddings(source.target).to(tensors["fc.weight"].dtype) * scale
+    else:
+        shape = replace(shape, rms_norm_eps=float(f"{shape.rms_norm_eps / scale**2:.6g}"))  # six digits survive float32
+        ends = ("fc.weight", "o_proj.weight", "down_proj.weight", *["norm.weight"] * shape.norm_output)
+        for name in tensors:
+            if name in ends or name.endswith(ends[1:3]):
+                tensors[name] = tensors[name] / scale
+        if shape.norm_output:  # the norm's output is the next feature, which the stream begins with
+            tensors["lm_head.weight"] = tensors["lm_head.weight"] * scale
+    return replace(source, shape=shape, tensors=tensors)
 
 
 def write_folder(
@@ -131,16 +203,23 @@ def target_embeddings(target: Mapping[str, Any]) -> torch.Tensor:
     wanted = target.get("layout", {}).get("embeddings", "model.embed_tokens.weight")
     try:
         if directory.is_dir():
-            table = read_folder(directory).tensor(wanted)
+            folder = read_folder(directory)
+            table = folder.tensor(_stored_name(wanted, folder.tensors))
         else:
             check_model(name, revision)
             with safe_open(_file_on_hub(name, revision, wanted), framework="pt") as file:
-                table = file.get_tensor(wanted)
+                table = file.get_tensor(_stored_name(wanted, file.keys()))
     except (KeyError, OSError, SafetensorError) as error:
         raise UserError(f"{name}: its checkpoint has no readable {wanted}: {error}") from None
     if tensor_digest(table) != target["embedding_digest"]:
         raise UserError(f"{name}: {wanted} is not the table that the drafter was trained with; was the target changed?")
     return table
+
+
+def _stored_name(wanted: str, names: Iterable[str]) -> str:
+    """A parameter's name in a checkpoint: vision-language models load embeddings under another prefix than in files."""
+    alike = [name for name in names if name.split(".")[-2:] == wanted.split(".")[-2:]]
+    return alike[0] if len(alike) == 1 else wanted
 
 
 def _file_on_hub(name: str, revision: str | None, wanted: str) -> str:
@@ -150,7 +229,8 @@ def _file_on_hub(name: str, revision: str | None, wanted: str) -> str:
 
     try:
         index = Path(hf_hub_download(name, INDEX, revision=revision))
-        shard = parse_json(index.read_bytes())["weight_map"][wanted]
+        places = parse_json(index.read_bytes())["weight_map"]
+        shard = places[_stored_name(wanted, places)]
     except EntryNotFoundError:
         shard = SINGLE
     return hf_hub_download(name, shard, revision=revision)
@@ -171,8 +251,8 @@ def engine_tensors(source: Source, engine: ServingEngine) -> dict[str, torch.Ten
     if source.shape.attention_bias and engine.name == "vllm":
         for name in [name for name in tensors if name.endswith(".o_proj.weight")]:
             tensors[name.replace(".weight", ".bias")] = tensors[name].new_zeros(hidden)
-    if engine.name == "speculators":  # a table that is left out stays uninitialised memory there
-        tensors["embed_tokens.weight"] = target_embeddings(source.target).to(tensors["fc.weight"].dtype)
+    if engine.name == "speculators" and EMBEDDINGS not in tensors:  # left out, it stays uninitialised memory there
+        tensors[EMBEDDINGS] = target_embeddings(source.target).to(tensors["fc.weight"].dtype)
     if engine.name == "sglang" and "fc.bias" not in tensors and not source.shape.own_head:
         tensors["fc.bias"] = tensors["fc.weight"].new_zeros(hidden)
     return tensors
@@ -224,6 +304,9 @@ def differs(source: Source, back: Foreign, dtype: torch.dtype | None) -> str | N
         name: tensor.to(dtype or tensor.dtype).float() if tensor.is_floating_point() else tensor
         for name, tensor in source.tensors.items()
     }
+    table = rounded.pop(EMBEDDINGS, None)
+    if table is not None and not (back.embeddings is not None and torch.equal(table, back.embeddings.float())):
+        return "another table of embeddings"
     before = Foreign(source.shape, source.vocab, rounded, None)
     after = replace(
         back,

@@ -160,7 +160,7 @@ def probe_log_probs(drafter: FeatureDrafter, steps: int = 3, columns: int = 12) 
     """
     config = drafter.config
     generator = torch.Generator().manual_seed(0)
-    table = torch.randn(config.vocab_size, config.hidden_size, generator=generator)
+    table = torch.randn(config.vocab_size, config.hidden_size, generator=generator) * config.embedding_scale
     width = config.hidden_size * len(config.capture_layers)
     features = torch.randn(1, columns, width, generator=generator)
     tokens = torch.randint(config.vocab_size, (1, columns + 1), generator=generator).tolist()

@@ -18,6 +18,7 @@ from draftsmith.data_gen.states.store import Store
 from draftsmith.data_gen.states.stored_target import stored_bytes
 from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
 from draftsmith.models.chat import load_config, tokenizer_fingerprint
+from draftsmith.models.checkpoint import shape_of_run
 from draftsmith.models.costs import (
     checkpoint_bytes,
     device_here,
@@ -48,7 +49,6 @@ from draftsmith.train.measure.memory import (
 from draftsmith.train.measure.planned_run import PlannedRun, counted_data, expected_data
 from draftsmith.train.measure.step_flops import StepFlops
 from draftsmith.train.run.checkpoints import damage, list_checkpoints, read_state
-from draftsmith.train.run.initial_drafter import shape_of_run
 from draftsmith.train.run.inputs import check_start_of_recipe, read_rows, read_run_vocab
 from draftsmith.train.run.metrics_log import MetricsLog
 from draftsmith.train.run.run_identity import digests_of, run_identity

@@ -1,51 +1,22 @@
 """The drafter that training starts from: fresh weights, or those of a trained drafter (drafter.init_from)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab, read_weights
-from draftsmith.models.drafters import build_drafter, drafter_shape, kind_text, padded
+from draftsmith.models.drafters import build_drafter, kind_text, padded
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
 from draftsmith.models.poss import Specialists, SpecialistsConfig, specialists_of
 from draftsmith.models.target import Target
-from draftsmith.models.vision import is_vision_language
 from draftsmith.models.vispec import VisionConfig, VisionDrafter, with_vision
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import DrafterSection, Recipe
+from draftsmith.recipes.schema import DrafterSection
 from draftsmith.train.run.lora import add_lora
-
-# Fields of a shape that no key of a recipe sets. They are the target's, and for another project's drafters their own.
-UNSET = ("head_dim", "rms_norm_eps", "max_position_embeddings", "hidden_act", "rope_parameters")
-
-
-def shape_of_run(recipe: Recipe, config: Any) -> DrafterConfig:
-    """The shape of the recipe's drafter. What the recipe leaves open is taken from drafter.init_from, if one is there.
-
-    Args:
-        config: the target's whole config.
-
-    Raises:
-        UserError: the drafter is not possible for this target.
-    """
-    if recipe.drafter.kind == "vispec" and not is_vision_language(config):
-        raise UserError(
-            f"drafter.kind: vispec reads pictures, and {recipe.target.model} ({config.model_type}) reads text only; "
-            f"take a vision-language target, or kind {recipe.drafter.base}"
-        )
-    shape = drafter_shape(recipe.drafter, config.get_text_config())
-    if recipe.drafter.init_from is None:
-        return shape
-    try:
-        start = read_drafter_config(Path(recipe.drafter.init_from))[0]
-    except UserError:
-        return shape  # `check_start` says why
-    return replace(shape, **{name: getattr(start, name) for name in UNSET})
 
 
 def new_drafter(

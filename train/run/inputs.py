@@ -7,7 +7,7 @@ from typing import Any
 from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.store import Store
 from draftsmith.models.chat import FINGERPRINT_COVERS, load_config, tokenizer_fingerprint
-from draftsmith.models.checkpoint import config_identity
+from draftsmith.models.checkpoint import config_identity, shape_of_run
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.quantize import target_changes
@@ -18,7 +18,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.validation import validation_rank
-from draftsmith.train.run.initial_drafter import check_start, shape_of_run
+from draftsmith.train.run.initial_drafter import check_start
 from draftsmith.train.run.state_sources import store_of
 
 

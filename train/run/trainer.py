@@ -19,6 +19,7 @@ from draftsmith.data_gen.states.stored_target import StoredTarget
 from draftsmith.models.chat import load_config, load_generation_config, load_tokenizer, stop_ids
 from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout, written
 from draftsmith.models.costs import target_size
+from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_start
 from draftsmith.models.guidance import loaded_target
 from draftsmith.models.quantize import target_changes
@@ -60,6 +61,7 @@ def main(command: Command) -> bool:
     check_replay(recipe)
     check_sharding(recipe)
     check_trackers(recipe.train.trackers)
+    check_export(recipe)
     if rank() == 0 and (note := other_than_published(recipe.drafter, recipe.train)):
         print(f"note: {note}")
     if command.plan:
