@@ -35,6 +35,7 @@ from torch import nn
 from torch.nn import functional
 
 from draftsmith.models.adapter import adapter_digest
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.schema import QuantizationSection, TargetSection
 
@@ -153,7 +154,7 @@ class Int4Linear(_QuantizedLinear):
 
 def quantize_layers(layers: nn.ModuleList, precision: QuantizationSection) -> None:
     """Quantises the linear layers of a decoder's blocks, one after another, in place."""
-    for name, linear in _linears(layers).items():
+    for name, linear in Bar(_linears(layers).items(), desc="quantising", unit="layer", leave=False):
         if precision.fake:
             linear.weight.data = fake_quantized(linear.weight.data, precision)
         elif precision.bits == 8:

@@ -16,6 +16,7 @@ from draftsmith.eval.measured.benchmarks import PLAIN, Bench, load_questions
 from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.page import files as report_files
 from draftsmith.models.sampling import Sampling
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
@@ -182,7 +183,9 @@ def test_a_batch_gives_the_answers_of_one_at_a_time(
     assert answers(99) == one
 
 
-def test_a_turn_that_cannot_be_asked_ends_its_own_conversation_alone(place: Path, tmp_path: Path) -> None:
+def test_a_turn_that_cannot_be_asked_ends_its_own_conversation_alone(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = load_recipe(place / "recipe.yaml")
     lineup = Lineup(recipe.target)
     asked = load_questions(str(place / "prompts.jsonl"), Rejects(), None)
@@ -191,8 +194,11 @@ def test_a_turn_that_cannot_be_asked_ends_its_own_conversation_alone(place: Path
     assert max(lengths, key=lengths.__getitem__) == "q1"
     bench = replace(bench, max_length=lengths["q1"] + 15)
     rejects = Rejects()
+    bars: list[Bar] = []
+    monkeypatch.setattr(benchmarks, "Bar", lambda **said: bars.append(Bar(**said)) or bars[-1])
     with (tmp_path / "log.jsonl").open("w") as file:
-        results = bench.run(asked, {}, PLAIN, file, rejects)
+        results = bench.run(asked, {"other": None}, PLAIN, file, rejects)
+    assert [(bar.n, bar.total) for bar in bars] == [(2 * 7,) * 2]  # answers by both; rejected ones are done with
     done = [(g.conversation_id, g.turn) for g in results[PLAIN]]
     assert ("q1", 1) not in done and ("q0", 1) in done and ("q2", 1) in done and ("q3", 1) in done
     assert ("q4", 1) in done and ("q1", 2) not in done  # the next batch, and no second turn without a first

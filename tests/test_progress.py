@@ -1,6 +1,7 @@
 """Progress bars: silent where all is quick, bars on a terminal, single lines in a log."""
 
 import io
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 from draftsmith.models import target
-from draftsmith.recipes.command.progress import Bar
+from draftsmith.recipes.command import progress
+from draftsmith.recipes.command.progress import Bar, speak_if_due
 from draftsmith.recipes.schema import TargetSection
 from tests.clock import Clock
 
@@ -25,22 +27,26 @@ class Screen(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of bars."""
+    """The clock of bars. Nothing speaks while it moves, unless the test says so."""
     clock = Clock(1000.0)
+    monkeypatch.setattr(Bar, "_last_line", clock.now)
+    monkeypatch.setattr(progress, "speak_if_due", lambda: None)  # the thread's
     monkeypatch.setattr("tqdm.std.time", lambda: clock.now)
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(Bar, "monitor_interval", 0)  # no thread that refreshes
     return clock
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch, clock: Clock, terminal: bool, seconds: float, steps: int = 4) -> str:
+def drawn(monkeypatch: pytest.MonkeyPatch, clock: Clock, terminal: bool, seconds: float, **settings: Any) -> str:
     """What 4 steps of a stage of 8 show, after so many seconds."""
     screen = Screen(terminal)
     monkeypatch.setattr("sys.stderr", screen)
-    with Bar(total=8, desc="decode", unit="prompt", mininterval=0) as bar:
+    with Bar(total=8, desc="decode", unit="prompt", mininterval=0, **settings) as bar:
         bar.set_postfix_str("tau 2.31", refresh=False)
-        for _ in range(steps):
-            clock.now += seconds / steps
+        for _ in range(4):
+            for _ in range(10):
+                clock.now += seconds / 40
+                speak_if_due()
             bar.update()
     return screen.getvalue()
 
@@ -57,12 +63,52 @@ def test_a_terminal_sees_a_bar(monkeypatch: pytest.MonkeyPatch, clock: Clock) ->
     assert shown.count("\r") > 1 and "4/8" in shown and shown.endswith("\n")
 
 
-def test_a_log_gets_one_line_a_stage_and_one_every_ten_minutes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    line = "decode: 4 of 8 prompts in 00:08, 0.5 prompts/s, tau 2.31\n"
+def test_a_log_gets_one_line_a_stage_and_one_every_thirty_seconds(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    line = "decode: 4 of 8 prompts in 00:08, 0.5 prompts/s, 00:08 left, tau 2.31\n"
     assert drawn(monkeypatch, clock, False, 8) == line
-    hours = drawn(monkeypatch, clock, False, 2400, 8).splitlines()
-    assert hours[0].startswith("decode: 3 of 8 prompts in 15:00") and len(hours) == 3
-    assert hours[-1] == "decode: 8 prompts in 40:00, 0.00333 prompts/s, tau 2.31"
+    # Two minutes a prompt: a log cannot wait for them.
+    minutes = drawn(monkeypatch, clock, False, 480).splitlines()
+    assert minutes[0] == "decode: 0 of 8 prompts in 00:36, tau 2.31"
+    assert len(minutes) == 480 // 36 + 1  # looked at every 12 seconds, and the last line
+    assert minutes[-1] == "decode: 4 of 8 prompts in 08:00, 0.00833 prompts/s, 08:00 left, tau 2.31"
+
+
+def test_a_stage_that_was_resumed_shows_the_pace_since_then(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    line = "decode: 8 prompts in 00:08, 0.5 prompts/s, tau 2.31\n"
+    assert drawn(monkeypatch, clock, False, 8, initial=4) == line
+
+
+def test_of_nested_bars_the_inner_one_speaks_and_a_quick_one_never(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    screen = Screen(terminal=False)
+    monkeypatch.setattr("sys.stderr", screen)
+    with Bar(desc="train", unit="step", leave=False), Bar(desc="hidden", disable=True):
+        clock.now += 31
+        with Bar(desc="replay", unit="token", leave=False) as inner:
+            speak_if_due()
+            assert screen.getvalue() == "train: 0 steps in 00:31\n"
+            clock.now += 31
+            inner.update(62)
+            speak_if_due()
+    assert screen.getvalue().splitlines()[1:] == ["replay: 62 tokens in 00:31, 2 tokens/s"]
+    clock.now += 60
+    speak_if_due()
+    assert len(screen.getvalue().splitlines()) == 2
+
+
+def test_a_thread_speaks_while_a_unit_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(terminal=False)
+    monkeypatch.setattr("sys.stderr", screen)
+    for name in ("SHOWN_AFTER_SECONDS", "SECONDS_BETWEEN_LINES", "SECONDS_BETWEEN_LOOKS"):
+        monkeypatch.setattr(progress, name, 0.0)
+    monkeypatch.setattr(Bar, "_thread", None)  # another one may be asleep
+    spoken = threading.Event()
+    monkeypatch.setattr(Bar, "print_line", lambda bar: spoken.set())
+    with Bar(total=1):
+        assert spoken.wait(60)
 
 
 def test_loading_weights_shows_as_our_bars_do(

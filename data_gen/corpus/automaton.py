@@ -84,7 +84,8 @@ def sort_corpus(recipe: Recipe, vocab_size: int) -> None:
             f"data.sam.sources: {documents.tokens:,} tokens; an automaton holds {MOST_TOKENS:,}. Set max_documents"
         )
     read = time.monotonic()
-    automaton = StaticAutomaton.of_documents(corpus_tokens(documents.found, vocab_size), vocab_size)
+    with Bar(total=documents.tokens, desc="sorting", unit="token", leave=False):
+        automaton = StaticAutomaton.of_documents(corpus_tokens(documents.found, vocab_size), vocab_size)
     sorted_at = time.monotonic()
     facts = {"sources": recipe.data.sam.names, "tokens": documents.tokens, "documents": len(documents.found)}
     fingerprint = tokenizer_fingerprint(tokenizer)

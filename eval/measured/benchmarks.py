@@ -209,7 +209,9 @@ class Bench:
         results: dict[str, list[Generation]] = {name: [] for name in names}
         tokens = rounds = 0  # of `shown`
         decoded = 0  # batches of turns
-        with Bar(total=len(asked), desc="decode", unit="prompt") as progress:
+        answers = 0  # that the bar shows after the questions so far
+        total = sum(len(question.turns) for question in asked) * len(names)
+        with Bar(total=total, desc="decode", unit="answer") as progress:
             for start in range(0, len(asked), self.batch_size):
                 talks = [_Talk(question) for question in asked[start : start + self.batch_size]]
                 while turn := self._next_turn(talks, rejects):
@@ -221,10 +223,10 @@ class Bench:
                             )
                     first = decoded % len(names)
                     decoded += 1
-                    done = {
-                        name: self._answers(name, with_plain[name], prompts, [talk.key(name) for talk in turn])
-                        for name in names[first:] + names[:first]
-                    }
+                    done = {}
+                    for name in names[first:] + names[:first]:
+                        done[name] = self._answers(name, with_plain[name], prompts, [talk.key(name) for talk in turn])
+                        progress.update(len(turn))
                     for row, talk in enumerate(turn):
                         for name in names:
                             generation = done[name][row]
@@ -237,9 +239,10 @@ class Bench:
                     file.flush()
                     tokens += sum(len(generation.token_ids) - 1 for generation in done[shown])
                     rounds += sum(generation.rounds for generation in done[shown])
-                if rounds:
-                    progress.set_postfix(tau=f"{tokens / rounds:.2f}")
-                progress.update(len(talks))
+                    if rounds:
+                        progress.set_postfix_str(f"tau {tokens / rounds:.2f}", refresh=False)
+                answers += sum(len(talk.question.turns) for talk in talks) * len(names)
+                progress.update(answers - progress.n)  # rejected turns have no answers
         if not results[PLAIN]:
             raise UserError(f"eval.prompts: none of the {len(asked)} prompts could be used; {rejects.summary()}")
         return results

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from draftsmith.data_gen.trees.labelled_trees import MANIFEST, Trees, TreesManif
 from draftsmith.models.c2t import KIND, C2tClassifier, C2tConfig
 from draftsmith.models.checkpoint import provenance
 from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.loader import dump_recipe, output_problem
@@ -208,7 +209,8 @@ def train_classifier(
     chosen = 0
     for epoch in range(1, section.epochs + 1):
         loss_sum, rows = 0.0, 0
-        for at in epoch_batches(accepted, section, epoch):
+        batches = epoch_batches(accepted, section, epoch)
+        for at in Bar(batches, desc=f"epoch {epoch}", unit="batch", leave=False):
             losses = functional.binary_cross_entropy_with_logits(classifier(features[at]), accepted[at].float())
             optimizer.zero_grad()
             losses.backward()
@@ -243,14 +245,14 @@ def still_falls(metrics: list[dict[str, Any]]) -> bool:
     return len(losses) > 1 and losses[-1] < 0.999 * min(losses[:-1])
 
 
-def epoch_batches(accepted_R: torch.Tensor, section: ClassifierSection, epoch: int) -> Iterator[torch.Tensor]:
+def epoch_batches(accepted_R: torch.Tensor, section: ClassifierSection, epoch: int) -> Sequence[torch.Tensor]:
     """Row numbers of an epoch's batches: all accepted rows and newly drawn rejected ones, shuffled."""
     chance = torch.Generator().manual_seed(section.seed * 1_000_003 + epoch)
     positive, negative = accepted_R.nonzero()[:, 0], (~accepted_R).nonzero()[:, 0]
     count = negatives_of(len(positive), len(negative), section.negative_ratio)
     drawn = negative[torch.randperm(len(negative), generator=chance)[:count]]
     rows = torch.cat((positive, drawn))
-    yield from rows[torch.randperm(len(rows), generator=chance)].split(section.batch_size)
+    return rows[torch.randperm(len(rows), generator=chance)].split(section.batch_size)
 
 
 def confidence_of(classifier: C2tClassifier, trees: Trees) -> torch.Tensor:
