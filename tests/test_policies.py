@@ -274,6 +274,17 @@ def test_svip_stops_above_six_tenths_of_a_nat_and_keeps_the_uncertain_token() ->
     assert Chain(40, Svip()).grow(Scripted([Table(0, sharpness=(1e5,))]), roots(1))[1] == [40]
 
 
+def test_c2t_s_nodes_do_not_change_places_beside_larger_trees() -> None:
+    """Its order of confidence is not that of probability, in which a tree of few nodes is kept."""
+    policy = C2T(linear_classifier(3.0, 1.0, 0.0, -1.2), 0.5, None, 4, 4, nodes=7)
+    for seed in range(0, 80, 4):
+        tables = [Table(seed + row) for row in range(4)]
+        together, _ = policy.grow(Scripted(tables), roots(4), None)
+        for row, table in enumerate(tables):
+            alone, _ = policy.grow(Scripted([table]), roots(4)[row : row + 1], None)
+            assert torch.equal(alone.tokens[0], together.tokens[row, : alone.nodes])
+
+
 def test_c2t_verifies_what_it_kept_even_of_probability_zero() -> None:
     """A row with fewer nodes at a level has a gap there, which must not be taken for an improbable node."""
 

@@ -64,9 +64,9 @@ class EnumeratedDraws:
         return choice
 
     def events(self, chances_N: torch.Tensor) -> torch.Tensor:
-        assert ((chances_N[1:] >= 0) & (chances_N[1:] <= 1 + 1e-6)).all(), chances_N
-        rest = [bool(self._choose([1 - min(chance, 1.0), min(chance, 1.0)])) for chance in chances_N[1:].tolist()]
-        return torch.tensor([False, *rest])  # the root's event means nothing
+        assert ((chances_N >= 0) & (chances_N <= 1 + 1e-6)).all(), chances_N
+        chosen = [bool(self._choose([1 - min(chance, 1.0), min(chance, 1.0)])) for chance in chances_N.tolist()]
+        return torch.tensor(chosen, dtype=torch.bool)
 
     def token(self, weights_V: torch.Tensor) -> torch.Tensor:
         weights = weights_V.double() / weights_V.double().sum()

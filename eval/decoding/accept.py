@@ -176,13 +176,13 @@ def acceptance_of(sampling: Sampling) -> Acceptance:
 
 
 def events(tree: DraftTree, chances_BN: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
-    """[B, N] bool: independent events of these chances.
+    """[B, N] bool: independent events of these chances at drafted nodes, false elsewhere.
 
-    Padding takes no random numbers: a row's draws do not depend on its neighbours.
+    Roots and padding take no random numbers: a row's draws do not depend on its neighbours.
     """
     sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
-    rows = [draw.events(chances[:size]) for draw, chances, size in zip(draws, chances_BN, sizes, strict=True)]
-    return torch.stack([functional.pad(row, (0, tree.nodes - len(row))) for row in rows])
+    rows = [draw.events(chances[1:size]) for draw, chances, size in zip(draws, chances_BN, sizes, strict=True)]
+    return torch.stack([functional.pad(row, (1, tree.nodes - 1 - len(row))) for row in rows])
 
 
 def _chances_by_rank(tree: DraftTree, of_node: torch.Tensor) -> torch.Tensor:

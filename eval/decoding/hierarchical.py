@@ -108,32 +108,43 @@ class HierarchicalProposer:
         self.inner.rollback(kept)
         verifier.counts = [length - seen for length, seen in zip(lengths, kept, strict=True)]
         if verifier.features is not None:
-            bounds = zip(states, self.begun, kept, lengths, strict=True)
-            rows = [torch.cat(each)[seen - begun : length - begun] for each, begun, seen, length in bounds]
-            verifier.features = pad_sequence(rows, batch_first=True)  # [B, n, F]
+            bounds = zip(states, self.begun, lengths, strict=True)
+            self.states = [[torch.cat(each)[: length - begun]] for each, begun, length in bounds]
+            new = [read[seen - begun :] for [read], begun, seen in zip(self.states, self.begun, kept, strict=True)]
+            verifier.features = pad_sequence(new, batch_first=True)  # [B, n, F]
+
+    def _make_room(self) -> None:
+        """Takes rows that have reached the small model's last position back to the first token of their chains."""
+        positions = self.verifier.positions
+        if max(map(len, self.texts)) > positions:
+            self.texts = [
+                text if len(text) <= positions else text[: begun + 2]
+                for text, begun in zip(self.texts, self.begun, strict=True)
+            ]
+            self._resume([len(text) - 1 for text in self.texts])
 
     def propose(self) -> tuple[DraftTree, list[int]]:
         """Chains, and for each the number of draft calls and of the small model's passes together."""
         verifier = self.verifier
         self.begun = list(verifier.session.lengths)
         self.states = [[] for _ in self.texts]
-        ends: list[int | None] = [None] * len(self.texts)  # of chains that are long enough
         roots = [len(text) - 1 for text in self.texts]
+        chains: list[list[int]] = [[] for _ in self.texts]  # those that are long enough, each with its root
         calls = [0] * len(self.texts)
         accepted: list[list[int]] = [[] for _ in self.texts]
         # Rows share rounds: a row whose chain is long enough goes on, and what it adds is left out.
-        while None in ends and max(map(len, self.texts)) <= verifier.positions:
+        while not all(chains):
+            self._make_room()
             done = run_round(verifier, self.inner, self.texts)
             for row, (text, tokens) in enumerate(zip(self.texts, done.new_tokens, strict=True)):
                 text += tokens
                 if verifier.features is not None:
                     self.states[row].append(verifier.features[row, : verifier.counts[row]])
-                if ends[row] is None:
+                if not chains[row]:
                     calls[row] += done.calls[row] + 1
                     accepted[row].append(len(tokens) - 1)
-                    if len(text) > roots[row] + self.min_draft_length:
-                        ends[row] = len(text)
-        chains = [text[root:end] for text, root, end in zip(self.texts, roots, ends, strict=True)]
+                    if len(text) > min(roots[row] + self.min_draft_length, verifier.positions):
+                        chains[row] = text[roots[row] :]
         tree = DraftTree.chains(chains, verifier.device)
         tree.sources = [DraftedBy("", inner_accepted=tuple(counts)) for counts in accepted]
         return tree, calls

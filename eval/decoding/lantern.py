@@ -109,8 +109,21 @@ class LanternAcceptance:
             return self._greedy(tree, logits_BNV)
         p_BNV = self.sampling.probabilities(logits_BNV).double()
         if tree.drawn_from is None:
-            return self._by_rank(tree, p_BNV, draws)
-        return self._drawn(tree, p_BNV, tree.drawn_from.double(), draws)
+            tried = self._by_rank(tree, p_BNV)
+        else:
+            tried, copied_B = self._drawn(tree, p_BNV, tree.drawn_from.double()), _without_choice(tree, tree.drawn_from)
+            if copied_B.any():
+                pairs = zip(self._by_rank(tree, p_BNV), tried, strict=True)
+                tried = tuple(torch.where(copied_B.view(-1, *[1] * (b.dim() - 1)), a, b) for a, b in pairs)
+        chances_BN, rest_BNV, moved_BN = tried
+        last = deepest(tree, first_accepted(tree, events(tree, chances_BN.clamp(max=1), draws)))
+        each = torch.arange(tree.rows, device=last.device)
+        rest_BV = rest_BNV[each, last]
+        # If only rounding allowed a rejection, no mass is left.
+        rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BNV[each, last])
+        accepted = accepted_path(tree, last, drawn_tokens(rest_BV, draws))
+        moved_BA = moved_BN.gather(1, _path(tree, accepted))
+        return Accepted(accepted.path, accepted.length, accepted.bonus, moved_BA)
 
     def _near(self, tokens: torch.Tensor, first: int = 0, end: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """([..., k] neighbours first to end of tokens [...], 0 where there is none; [..., k] where there is one)."""
@@ -139,7 +152,9 @@ class LanternAcceptance:
         moved_BA = torch.nn.functional.pad(decided * within, (0, 1))
         return Accepted(accepted.path, accepted.length, accepted.bonus, moved_BA)
 
-    def _by_rank(self, tree: DraftTree, p_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
+    def _by_rank(self, tree: DraftTree, p_BNV: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """([B, N] chance of each node once its earlier siblings are rejected, [B, N, V] what the law behind each node
+        has left once its children are, [B, N] what is moved there)."""
         left_BNV = p_BNV.clone()  # of each node's law, what its children have not taken
         again = tree.repeated
         chances = torch.zeros_like(p_BNV[..., 0])
@@ -161,10 +176,10 @@ class LanternAcceptance:
             entry, place = within.nonzero(as_tuple=True)
             left_BNV[rows[entry], parents[entry], near[entry, place]] = 0
             left_BNV[rows, parents, tokens] = 0
-        last = deepest(tree, first_accepted(tree, events(tree, chances, draws)))
-        return self._ended(tree, last, p_BNV, left_BNV, moved, draws)
+        return chances, left_BNV, moved
 
-    def _drawn(self, tree: DraftTree, p_BNV: torch.Tensor, q_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
+    def _drawn(self, tree: DraftTree, p_BNV: torch.Tensor, q_BNV: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As `_by_rank`."""
         left_BNV, from_BNV = p_BNV.clone(), q_BNV.clone()  # of p, what is not accepted; of q, what is not drawn
         chances = torch.zeros_like(p_BNV[..., 0])
         # At parents: the share of delta that is used up, what was moved, the chance that no child so far is accepted.
@@ -185,8 +200,7 @@ class LanternAcceptance:
             scale = (mass - kept_MV.sum(-1, keepdim=True)).clamp(min=0) / rest_MV.sum(-1, keepdim=True)
             left_BNV[at] = rest_MV * scale.nan_to_num(0, 0, 0)
             from_BNV[at] = from_BNV[at].scatter(1, tokens[:, None], 0)
-        last = deepest(tree, first_accepted(tree, events(tree, chances.clamp(max=1), draws)))
-        return self._ended(tree, last, p_BNV, left_BNV, moved, draws)
+        return chances, left_BNV, moved
 
     def _kept(self, p_MV: torch.Tensor, q_MV: torch.Tensor, spent_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """([M, V] m, the mass with which tokens are drawn and accepted, [M] how much of it exceeds p)."""
@@ -226,23 +240,11 @@ class LanternAcceptance:
                 break
         return borrowed_m
 
-    def _ended(
-        self,
-        tree: DraftTree,
-        last: torch.Tensor,
-        p_BNV: torch.Tensor,
-        rest_BNV: torch.Tensor,
-        moved_BN: torch.Tensor,
-        draws: Sequence[Draws],
-    ) -> Accepted:
-        """The path to `last` and a bonus from what the law behind it has left."""
-        each = torch.arange(tree.rows, device=last.device)
-        rest_BV = rest_BNV[each, last]
-        # If only rounding allowed a rejection, no mass is left.
-        rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BNV[each, last])
-        accepted = accepted_path(tree, last, drawn_tokens(rest_BV, draws))
-        moved_BA = moved_BN.gather(1, _path(tree, accepted))
-        return Accepted(accepted.path, accepted.length, accepted.bonus, moved_BA)
+
+def _without_choice(tree: DraftTree, q_BNV: torch.Tensor) -> torch.Tensor:
+    """[B] whether every token is the only one that could be drawn: a copy beside a drafter, tried as it is alone."""
+    each = torch.arange(tree.rows, device=q_BNV.device)[:, None]
+    return (~tree.drafted | (q_BNV[each, tree.parents.clamp(min=0), tree.tokens] == 1)).all(1)
 
 
 def _path(tree: DraftTree, accepted: Accepted) -> torch.Tensor:

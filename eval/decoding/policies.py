@@ -437,7 +437,7 @@ class C2T:
             chosen = order[:, : max(kept)]
             children, ids = children.flatten(1), ids.flatten(1)
             values_Bb = children.gather(1, chosen)
-            if self.nodes is not None and max(kept) > self.nodes - 1:  # more than the whole tree may hold
+            if self.nodes is not None:  # as many as the tree may hold; if all fit, sorted as beside neighbours'
                 ranked = _padding_last(values_Bb, count_B)
                 best = ranked.argsort(dim=1, descending=True, stable=True)[:, : self.nodes - 1]
                 chosen, values_Bb = chosen.gather(1, best), values_Bb.gather(1, best)

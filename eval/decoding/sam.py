@@ -127,12 +127,25 @@ class _Text:
             self.automaton.extend(new)
 
 
+class _Spared:
+    """A row's random numbers for a drafter. While its tree is to be dropped, it takes none."""
+
+    def __init__(self, draws: Draws):
+        self.draws, self.spared = draws, False
+
+    def events(self, chances_N: torch.Tensor) -> torch.Tensor:
+        return self.draws.events(chances_N)
+
+    def token(self, weights_V: torch.Tensor) -> torch.Tensor:
+        return weights_V.new_zeros((), dtype=torch.long) if self.spared else self.draws.token(weights_V)
+
+
 class SamRouter:
     """SAM beside another proposer: a `models.draft_tree.Proposer`.
 
     The other one observes every committed token, but late: where SAM drafts for all rows, target states are kept until
     the other is asked again, or until rows come or go. So it costs nothing in these rounds. With several rows it drafts
-    if one of them needs it; the others' trees are dropped.
+    if one of them needs it; the others' trees are dropped, and take no random numbers.
 
     Args:
         l_threshold: SAM drafts for a row if its match, less the bias in the corpus, is at least so long.
@@ -145,19 +158,29 @@ class SamRouter:
         self.sam, self.other, self.l_threshold, self.fuse = sam, other, l_threshold, fuse
         self.capture_layers = other.capture_layers
         self.waiting: Committed | None = None  # what the other has yet to observe
+        self.draws: list[_Spared] = []  # the other's, of each row, if given
 
     def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
         self.waiting = None
         self.sam.reset(rows)
-        self.other.reset(rows, draws)
+        self.draws = []
+        self.other.reset(rows, self._spared(draws))
 
     def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
         self._catch_up()
         self.sam.admit(rows)
-        self.other.admit(rows, draws)
+        self.other.admit(rows, self._spared(draws))
+
+    def _spared(self, draws: Sequence[Draws] | None) -> "Sequence[_Spared] | None":
+        if draws is None:
+            return None
+        new = [_Spared(each) for each in draws]
+        self.draws += new
+        return new
 
     def keep(self, rows: Sequence[int]) -> None:
         self._catch_up()
+        self.draws = [self.draws[row] for row in rows] if self.draws else []
         self.sam.keep(rows)
         self.other.keep(rows)
 
@@ -182,6 +205,8 @@ class SamRouter:
         if not self.fuse and all(draft.tokens for draft in drafts):
             return self.sam.tree(drafts), [0] * len(drafts)
         self._catch_up()
+        for draw, draft in zip(self.draws, drafts, strict=False):
+            draw.spared = not self.fuse and bool(draft.tokens)
         tree, calls = self.other.propose()
         if not any(draft.tokens for draft in drafts):
             tree.sources = [_by_drafter(tree, row) for row in range(tree.rows)]
