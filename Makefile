@@ -7,6 +7,7 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+TOOLS := .venv/.tools
 PEER := .venv-peer
 VLLM := .venv-vllm
 MODELOPT := .venv-modelopt
@@ -14,12 +15,12 @@ NEMO := .venv-nemo
 LLAMA_CPP := .llama.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow lint types wheel-check ci demo demo-vision demo-target study-target vision-target image-target study bench serve-check readers clean
+.PHONY: help install tools test test-slow test-all lint types wheel-check ci demo demo-vision demo-target study-target vision-target image-target study bench serve-check readers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(INSTALLED)  ## create .venv and install what the package and its tests need
+install: $(INSTALLED)  ## create .venv and install the package, in editable form
 
 $(INSTALLED): setup.cfg
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -27,23 +28,32 @@ $(INSTALLED): setup.cfg
 	@$(PYTHON) -m venv .venv \
 		|| { echo "$(PYTHON) cannot create .venv; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -m pip install --editable .
+	@touch $@
+
+tools: $(TOOLS)  ## and what tests, ruff and pyright need
+
+$(TOOLS): $(INSTALLED)
 	$(BIN)/python -m pip install --editable ".[test]"
 	@touch $@
 
-test: install  ## the tests, without the slow ones; one process a core
+test: tools  ## the tests, without the slow ones; one process a core
 	$(BIN)/python -m pytest -m "not slow" -n auto
 
-test-slow: install  ## the slow tests, without wheel-check
-	$(BIN)/python -m pytest -m slow -n auto --ignore tests/test_packaging.py
+test-slow: tools  ## the slow tests, without wheel-check
+	$(BIN)/python -m pytest -m "slow and not exhaustive" -n auto --ignore tests/test_packaging.py
 
-lint: install  ## ruff: rules and format
+test-all: tools  ## every test, with those of which the others run a few: 200 kills, every family, every combination
+	$(BIN)/python -m pytest -n auto
+
+lint: tools  ## ruff: rules and format
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-types: install  ## pyright
+types: tools  ## pyright
 	$(BIN)/pyright
 
-wheel-check: install  ## build a wheel, install it beside nothing of this tree, import every module
+wheel-check: tools  ## build a wheel, install it beside nothing of this tree, import every module
 	$(BIN)/python -m pytest -m slow tests/test_packaging.py
 
 ci:  ## all of the above

@@ -24,7 +24,7 @@ from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate, collat
 from tests.conftest import make_target
 from tests.reference import counted, laid_out
 from tests.test_targets import FAMILIES, WINDOW, assert_close, some_tokens, target_of
-from tests.thinning import others_slow, thinned
+from tests.thinning import a_few, thinned
 from tests.training_runs import metrics, train
 from tests.training_runs import recipe_path as recipe_path
 
@@ -253,7 +253,7 @@ def test_positions_that_go_on_are_refused_where_they_are_learned() -> None:
         Target(model).states(batch.ids, documents=batch.documents)
 
 
-@pytest.mark.parametrize("name", others_slow(FAMILIES, "llama", "gemma2", "gpt_oss"))
+@pytest.mark.parametrize("name", a_few(FAMILIES, "llama", "gemma2", "gpt_oss"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_family_packs_in_half_precision(name: str, dtype: torch.dtype) -> None:
     family, overrides = FAMILIES[name]

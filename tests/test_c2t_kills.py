@@ -45,6 +45,7 @@ def lab() -> Iterator[CrashLab]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_labelling_goes_on_after_a_kill_at_any_moment(place: Path, lab: CrashLab, tmp_path: Path) -> None:
     def run(directory: Path, **how: Any) -> Any:
         return lab.run(LABEL, [str(place / "recipe.yaml"), f"labels.out={directory}"], **how)

@@ -29,7 +29,7 @@ from tests import reference
 from tests.c2t_cases import made_trees, same_trees, write_trees
 from tests.pairs import PROMPTS, greedy, pair_of_kind
 from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, unasked_target
-from tests.thinning import others_slow
+from tests.thinning import a_few
 
 
 class Along(Scripted):
@@ -264,7 +264,7 @@ def test_rows_of_one_kind_are_refused(all_or_none: Any, word: str, tmp_path: Pat
         check_rows(tmp_path, manifest)
 
 
-@pytest.mark.parametrize("kind", others_slow(["eagle", "poss", "poss over eagle3"], "poss over eagle3"))
+@pytest.mark.parametrize("kind", a_few(["eagle", "poss", "poss over eagle3"], "poss over eagle3"))
 def test_every_kind_of_drafter_is_labelled_as_it_drafts(kind: str) -> None:
     """Rounds of replay, and P and H of the accepted nodes from distributions that are drafted along the path alone."""
     target, drafter = pair_of_kind(kind, "llama", None)

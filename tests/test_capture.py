@@ -1,6 +1,6 @@
 """Capture of hidden states: damage, disks, several processes, and that nothing is torn.
 
-The slow test kills capture 200 times, half of the times by the clock and half at a drawn write, rename or fsync.
+The exhaustive test kills capture 200 times, half of the times by the clock and half at a drawn write, rename or fsync.
 """
 
 import contextlib
@@ -423,6 +423,7 @@ def test_a_disk_that_fills_up_is_one_message_and_what_was_written_is_whole(
 
 @needs_fork
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_200_kills_of_capture_give_the_same_store(
     lab: CrashLab, recipe_path: Path, whole: tuple[Path, Ending], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

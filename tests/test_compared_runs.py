@@ -22,7 +22,7 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from tests.compare_cases import also
 from tests.compare_cases import place as place
-from tests.thinning import others_slow
+from tests.thinning import a_few
 from tests.training_runs import run_main
 
 # One lineup.
@@ -146,7 +146,7 @@ def test_auto_is_chosen_before_anything_is_decoded(place: Path) -> None:
 # Batches.
 
 
-@pytest.mark.parametrize("temperature", others_slow([0.0, 1.0], 1.0))
+@pytest.mark.parametrize("temperature", a_few([0.0, 1.0], 1.0))
 def test_a_batch_gives_the_answers_of_one_at_a_time(
     place: Path, tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ from tests.conftest import make_target
 from tests.pairs import PROMPTS, pair_of
 from tests.planner_cases import CHAIN, KINDS, proposer_of, tree_of
 from tests.planner_cases import doubter as doubter
-from tests.thinning import others_slow
+from tests.thinning import a_few
 
 
 def test_a_curve_is_medians_and_straight_lines_between_them() -> None:
@@ -145,7 +145,7 @@ def test_probes_of_trees_without_a_limit_have_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", others_slow([{"policy": "chain", "nodes": 5}, *KINDS[1:7], *KINDS[8:10]], KINDS[3], KINDS[8]), ids=str
+    "kind", a_few([{"policy": "chain", "nodes": 5}, *KINDS[1:7], *KINDS[8:10]], KINDS[3], KINDS[8]), ids=str
 )
 def test_probes_never_stop_early(kind: dict[str, Any], doubter: Path) -> None:
     target, drafter = pair_of("llama", None)

@@ -1,6 +1,6 @@
 """Killed at any moment, nothing is lost, nothing is twice, and the losses are the same.
 
-The slow tests kill regeneration and training 200 times each, half of the times by the clock and half at a drawn write,
+The exhaustive tests kill regeneration and training 200 times each, half of the times by the clock and half at a drawn write,
 rename or fsync; the quick ones die at the moments that were once wrong, and meet full disks, SIGTERM and Ctrl-C.
 """
 
@@ -27,7 +27,7 @@ from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.run.checkpoints import list_checkpoints, publish_checkpoint, settle
 from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
-from tests.thinning import others_slow
+from tests.thinning import a_few
 from tests.training_runs import metrics, to_train
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
@@ -174,6 +174,7 @@ def whole_regeneration(lab: CrashLab, recipe: Path, tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_200_kills_of_regeneration_lose_and_repeat_nothing(
     lab: CrashLab,
     recipe: Path,
@@ -219,9 +220,7 @@ def test_regeneration_goes_on_behind_torn_lines(
     check_regenerated(tmp_path, whole_regeneration[0])
 
 
-@pytest.mark.parametrize(
-    "full", others_slow(["conversations.jsonl", "conversations.rejects.jsonl"], "conversations.jsonl")
-)
+@pytest.mark.parametrize("full", a_few(["conversations.jsonl", "conversations.rejects.jsonl"], "conversations.jsonl"))
 def test_a_full_disk_is_one_message_and_loses_nothing(
     lab: CrashLab, recipe: Path, whole_regeneration: tuple[Path, Ending], tmp_path: Path, full: str
 ) -> None:
@@ -286,6 +285,7 @@ def digest_of_vocab(output: Path) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_200_kills_of_training_give_the_same_losses(
     lab: CrashLab, recipe: Path, whole_training: tuple[Path, Ending], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

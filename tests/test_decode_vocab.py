@@ -21,7 +21,7 @@ from tests.conftest import make_target
 from tests.decoding import decode
 from tests.pairs import untaught
 from tests.test_sampling import EnumeratedDraws, answers_of, assert_same_law, enumerate_law, small_pair
-from tests.thinning import pairwise
+from tests.thinning import EXHAUSTIVE, pairwise
 
 STOP = 4
 
@@ -94,7 +94,7 @@ def policy_for(name: str, sampling: Sampling) -> TreePolicy:
     return Chain(2, sampling=sampling) if name == "drawn chain" else Chain(2)
 
 
-@pytest.mark.parametrize("length", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [2, pytest.param(3, marks=EXHAUSTIVE)])
 @pytest.mark.parametrize(
     ("policy", "temperature", "own"), pairwise(["chain", "drawn chain", "tree"], [0.5, 1.0], [None, (0, 1, 3, 4)])
 )

@@ -15,7 +15,7 @@ from draftsmith.recipes.schema import TargetSection
 from tests.pairs import taught, untaught
 from tests.test_regenerate import Workspace
 from tests.test_regenerate import place as place  # the fixture
-from tests.thinning import others_slow
+from tests.thinning import a_few
 
 LAYERS = (0, 1, 2)  # that the drafter reads
 
@@ -31,7 +31,7 @@ def add_drafter(place: Workspace, steps: int = 60) -> Path:
     return place.folder / "drafter"
 
 
-@pytest.mark.parametrize("draft_tokens", others_slow([1, 3], 3))
+@pytest.mark.parametrize("draft_tokens", a_few([1, 3], 3))
 def test_greedy_files_are_the_same_with_a_drafter_and_without(place: Workspace, draft_tokens: int) -> None:
     """Rows of several turns, stop tokens within accepted chains, answers cut by both limits."""
     drafted = f"data.generator.drafter={add_drafter(place)}", f"data.generator.draft_tokens={draft_tokens}"

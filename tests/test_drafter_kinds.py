@@ -34,7 +34,7 @@ from draftsmith.train.run import loop, trainer
 from draftsmith.train.run.initial_drafter import new_drafter, start_from
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import KINDS, untaught
-from tests.thinning import others_slow
+from tests.thinning import a_few
 from tests.training_runs import SIX_STEPS, metrics, run_main, train, write_conversations
 
 # What a recipe says of drafter and training; what it leaves out is as published, noise and detached steps included.
@@ -126,7 +126,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(name: str, recipe_of: Any, tmp
     assert_same_weights(resumed, whole)
 
 
-@pytest.mark.parametrize("name", others_slow(RECIPES, "hass", "poss over eagle3"))
+@pytest.mark.parametrize("name", a_few(RECIPES, "hass", "poss over eagle3"))
 def test_splitting_and_recomputing_follow_one_trajectory(name: str, recipe_of: Any, tmp_path: Path) -> None:
     path = recipe_of(name)
     lines = {}

@@ -35,7 +35,7 @@ from tests.test_sampling import (
     uneven_batch,
     uneven_tree,
 )
-from tests.thinning import others_slow, pairwise, thinned
+from tests.thinning import a_few, pairwise, thinned
 
 # Of each token; one stands for itself alone.
 NEAR = [[1, 2, 4], [4, 2, 0], [1, 4, 0], [], [2, 1, 0]]
@@ -133,7 +133,7 @@ PROPOSERS = {
 
 
 @pytest.mark.parametrize("delta", [0.1])
-@pytest.mark.parametrize("proposer", others_slow(PROPOSERS, "drawn siblings"))
+@pytest.mark.parametrize("proposer", a_few(PROPOSERS, "drawn siblings"))
 def test_the_law_of_first_tokens_stays_within_delta(proposer: str, delta: float) -> None:
     """The first token is the prefill's. The two behind it may each move by delta."""
     sampling, length = SAMPLINGS["T=1"], 2 if proposer.startswith("drawn") else 3  # these have many outcomes

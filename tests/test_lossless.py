@@ -1,7 +1,7 @@
 """Greedy decoding gives the target's own tokens, whoever drafts, however trees grow, whatever is draftable.
 
 A combination is (target, proposer, policy, vocabulary, answers side by side). The slow test runs all of them with a
-Llama, and with each other family as many as it takes for any three of the other values to meet. `make test` runs a few,
+Llama, the exhaustive ones with each other family as many as it takes for any three of the other values to meet. `make test` runs a few,
 in which every proposer and every policy occurs. A policy reads distributions and nothing else of its proposer. Sampling
 is tested in tests/test_sampling.py, families of targets in tests/test_targets.py.
 """
@@ -33,7 +33,7 @@ from tests.decoding import decode, decode_batch, decode_queue
 from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, pair_of_kind
 from tests.sam_cases import beside, misleading, sam_alone
 from tests.scripted_drafting import linear_classifier
-from tests.thinning import meeting, others_slow
+from tests.thinning import a_few, meeting
 
 NEW_TOKENS = 24
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -200,7 +200,7 @@ def test_rounded_weights_draft_nearly_as_well(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", a_few(FAMILIES, "llama"))
 def test_many_combinations(family: str) -> None:
     own = [combination[1:] for combination in EVERYTHING if combination[0] == family]
     wrong, accepted = [], 0
@@ -226,7 +226,7 @@ ROUNDS_OF = [
 ]
 
 
-@pytest.mark.parametrize(("family", "kind", "policy"), others_slow(ROUNDS_OF, *meeting(ROUNDS_OF, 1)))
+@pytest.mark.parametrize(("family", "kind", "policy"), a_few(ROUNDS_OF, *meeting(ROUNDS_OF, 1)))
 def test_rounds_of_a_batch_are_those_of_each_answer_alone(family: str, kind: str, policy: str) -> None:
     """What is drafted from a wrong column, or by a tree whose branches see each other, is lossless all the same: only
     the counts tell."""
@@ -273,8 +273,8 @@ def queued(
     ("proposer", "rows"),
     [
         *(("plain", 2), ("prompt lookup", 5), ("causal_lm", 5), ("eagle3", 2)),
-        *others_slow([("causal_lm", 2), ("poss", 5), ("eagle3 routed with sam", 2)]),
-        *others_slow([("causal_lm fused with sam", 5), ("hierarchy", 2)]),
+        *a_few([("causal_lm", 2), ("poss", 5), ("eagle3 routed with sam", 2)]),
+        *a_few([("causal_lm fused with sam", 5), ("hierarchy", 2)]),
     ],
 )
 def test_the_next_answers_take_the_rows_of_those_that_ended(proposer: str, rows: int) -> None:
@@ -313,7 +313,7 @@ def test_what_cannot_be_queued_is_told() -> None:
         run(None)
 
 
-@pytest.mark.parametrize("policy", others_slow(["chain", "eagle2", "svip", "drawn chain"], "drawn chain"))
+@pytest.mark.parametrize("policy", a_few(["chain", "eagle2", "svip", "drawn chain"], "drawn chain"))
 def test_sampled_answers_of_a_batch_are_those_of_each_alone(policy: str) -> None:
     """Every row keeps its own random numbers when others drop out."""
     target, prompts, _ = lengths_and_prompts("llama")

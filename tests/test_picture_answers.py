@@ -21,6 +21,7 @@ from tests.conftest import VOCAB_SIZE
 from tests.fake_server import STOP, FakeServer, expected
 from tests.regeneration_place import RegenerationPlace
 from tests.test_pictures import DAMAGES, good_files
+from tests.thinning import EXHAUSTIVE
 from tests.tiny_vision import BASIC_FAMILIES, PLACEHOLDER, picture, save_vision_target
 
 STOPS = (4, 9, 11, 50, 60, 70, 80, 200, 210, 220, 230, 240, 250)  # many, so that answers end
@@ -296,7 +297,7 @@ def test_a_refused_picture_is_a_reject_and_failures_are_asked_again(served: Plac
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow, where the test itself opens damaged files
-@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=EXHAUSTIVE)])
 def test_damaged_pictures_are_sent_as_they_are_read_or_rejected(served: Place, count: int) -> None:
     """No line is lost, and the server sees the pixels that the target sees here."""
     place, chance, files = served, random.Random(count), good_files()

@@ -32,7 +32,7 @@ from draftsmith.recipes.schema import TargetSection
 from draftsmith.train import c2t
 from tests.report_cases import evaluate, make_recipe, page_of
 from tests.test_vision import generated
-from tests.thinning import others_slow
+from tests.thinning import a_few
 from tests.tiny_vision import BASIC_FAMILIES, picture, save_vision_target
 from tests.training_runs import run_main
 
@@ -41,7 +41,7 @@ SAY = {"type": "text", "text": "in the rain"}
 NAMES = ("a.png", "b.png", "c.png")
 
 
-@pytest.fixture(scope="module", params=others_slow(BASIC_FAMILIES, "qwen2_5_vl"))
+@pytest.fixture(scope="module", params=a_few(BASIC_FAMILIES, "qwen2_5_vl"))
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vision-language target, pictures, prompts of several forms, and a recipe with two kinds of drafter."""
     folder = tmp_path_factory.mktemp(request.param)

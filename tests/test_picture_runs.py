@@ -22,7 +22,7 @@ from draftsmith.train.run.validation_replay import answers_of
 from tests.conftest import VOCAB_SIZE
 from tests.ranks import ROOT, run_ranks
 from tests.store_cases import capture, files_of, rows_of
-from tests.thinning import others_slow
+from tests.thinning import a_few
 from tests.tiny_vision import FAMILIES, picture, save_vision_target
 from tests.training_runs import metrics, train
 
@@ -89,7 +89,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("family", "drafter", "captured_for"),
-    others_slow(CASES, CASES[0], CASES[2]),
+    a_few(CASES, CASES[0], CASES[2]),
     ids=("vispec", "over eagle3", "from a full store", "all columns"),
 )
 def test_a_run_from_a_store_is_one_with_the_target(

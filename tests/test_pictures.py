@@ -19,6 +19,7 @@ from PIL import ExifTags, Image, ImageSequence, PngImagePlugin
 
 from draftsmith.recipes.prompts import pictures
 from draftsmith.recipes.prompts.pictures import FORMATS, MAX_RATIO, UnusablePicture, read_picture
+from tests.thinning import EXHAUSTIVE
 
 KINDS = {
     *("picture URL", "picture missing", "picture unreadable", "picture truncated", "not a picture"),
@@ -326,7 +327,7 @@ DAMAGES: list[Callable[[bytearray, random.Random, int], None]] = [flip_bytes, cu
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="time limits need SIGALRM")
-@pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(1000, marks=EXHAUSTIVE)])
 def test_damaged_files_are_read_or_refused(tmp_path: Path, count: int) -> None:
     """Nothing but UnusablePicture is raised, and nothing hangs. Half of the damages hit the header."""
 

@@ -1,6 +1,6 @@
 """Killed at any moment, two ranks go on as if nothing had been, under DDP and ZeRO.
 
-The slow test kills 200 times: both ranks at once or one of them, half of the times by the clock and half at a drawn
+The exhaustive test kills 200 times: both ranks at once or one of them, half of the times by the clock and half at a drawn
 write, rename, fsync or collective. A sum of two ranks does not depend on who comes first, so a run that goes on is
 compared bit for bit with one that nothing interrupts.
 """
@@ -27,7 +27,7 @@ from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.ranks import ON_CPUS
 from tests.test_crashes import arguments, check_trained, cut, flip, logged, told
-from tests.thinning import others_slow
+from tests.thinning import a_few
 from tests.training_runs import metrics, to_train, write_conversations
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
@@ -144,6 +144,7 @@ def check_killed(ending: Ending, rank: int | None) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", KILLS)
 def test_200_kills_of_two_ranks_give_the_same_losses(
     stage: int, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -161,7 +162,7 @@ def test_200_kills_of_two_ranks_give_the_same_losses(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", a_few([0, 2, 3], 3))
 def test_a_rank_dies_while_a_checkpoint_is_written(stage: int, place: Place, tmp_path: Path) -> None:
     expected, _ = place.whole(stage)
     output = to_train(tmp_path, CONVERSATIONS)
@@ -183,7 +184,7 @@ def test_deepspeed_compiles_nothing(place: Place, compiled: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "rank", "again_after"),
-    others_slow([(0, None, 0.05), (2, 1, None), (3, 0, None)], (0, None, 0.05)),
+    a_few([(0, None, 0.05), (2, 1, None), (3, 0, None)], (0, None, 0.05)),
 )
 def test_sigterm_stops_all_ranks_after_the_same_step(
     stage: int, rank: int | None, again_after: float | None, place: Place, tmp_path: Path

@@ -94,6 +94,7 @@ def lines_of_at_most_200_bytes(path: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
 def test_a_kill_at_any_moment_counts_nothing_twice_and_loses_nothing(place: Path, lab: CrashLab) -> None:
     sources, seen, bad = small_corpora(place / "texts")

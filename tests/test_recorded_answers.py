@@ -29,7 +29,7 @@ from tests.conftest import make_target, make_tokenizer
 from tests.decoding import decode_batch
 from tests.pairs import greedy
 from tests.replay_cases import conversation, generation_line, recorded, write_lines
-from tests.thinning import others_slow
+from tests.thinning import a_few
 
 
 def drawn(target: Target, sampling: Sampling, count: int = 30, seed: int = 3) -> list[RecordedAnswer]:
@@ -64,7 +64,7 @@ SAMPLINGS = (
     *(Sampling(1.5, top_p=0.9), Sampling(1.5, top_k=3)),
 )
 FAST_SAMPLINGS = (GREEDY, Sampling(1.0), Sampling(1.0, top_k=5), Sampling(0.3, top_p=0.9))
-each_sampling = pytest.mark.parametrize("sampling", others_slow([GREEDY, *SAMPLINGS], *FAST_SAMPLINGS), ids=str)
+each_sampling = pytest.mark.parametrize("sampling", a_few([GREEDY, *SAMPLINGS], *FAST_SAMPLINGS), ids=str)
 
 
 @each_sampling
@@ -77,7 +77,7 @@ def test_answers_of_another_target_are_refused(sampling: Sampling) -> None:
 
 
 @each_sampling
-@pytest.mark.parametrize("seed", others_slow(range(3), 0))
+@pytest.mark.parametrize("seed", a_few(range(3), 0))
 def test_a_target_s_own_answers_never_are(sampling: Sampling, seed: int) -> None:
     target = Target(make_target(seed=seed))
     agreement = agreement_with(target, drawn(target, sampling, seed=seed))

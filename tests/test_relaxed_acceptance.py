@@ -24,7 +24,7 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe
 from tests.compare_cases import place as place
 from tests.report_cases import Page
-from tests.thinning import others_slow
+from tests.thinning import a_few
 from tests.training_runs import run_main
 
 
@@ -51,7 +51,7 @@ def contenders_of(recipe: Recipe) -> list[Contender]:
     return named([own, replace(own, name="relaxed", rule=AmongTheBest)])
 
 
-@pytest.fixture(params=others_slow([0.0, 0.4], 0.4), ids=["sampled", "greedy"])
+@pytest.fixture(params=a_few([0.0, 0.4], 0.4), ids=["sampled", "greedy"])
 def recipe(request: pytest.FixtureRequest, place: Path, tmp_path: Path) -> Recipe:
     settings = [f"eval.out={tmp_path / 'out'}", f"eval.temperature={request.param}", "eval.max_prompts=4"]
     return load_recipe(str(place / "recipe.yaml"), settings)

@@ -39,7 +39,7 @@ from tests.replay_cases import (
     stops_of,
 )
 from tests.scripted_drafting import unasked_target
-from tests.thinning import others_slow, thinned
+from tests.thinning import a_few, thinned
 
 # Decoding's own generations.
 
@@ -62,7 +62,7 @@ def test_replaying_what_was_decoded_takes_the_same_rounds(family: str, name: str
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    others_slow(
+    a_few(
         itertools.product(["eagle3.1", "eagle", "poss", "poss over eagle3"], ["chain", "eagle2", "ddd"]),
         ("poss", "ddd"),
     ),
@@ -116,7 +116,7 @@ def test_prompt_lookup_takes_the_same_rounds() -> None:
 
 @pytest.mark.parametrize(
     ("name", "temperature"),
-    others_slow(
+    a_few(
         itertools.product(["chain", "static", "eagle2", "svip_tree", "c2t", "prompt lookup"], [0.6, 1.0]),
         ("eagle2", 0.6),
     ),

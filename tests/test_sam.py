@@ -21,6 +21,7 @@ from tests.decoding import decode_batch
 from tests.pairs import PROMPTS, greedy, pair_of
 from tests.replay_cases import assert_same_rounds, recorded
 from tests.sam_cases import CPU, beside, corpus_of, misleading, sam_alone
+from tests.thinning import EXHAUSTIVE
 
 # The structures, against a search.
 
@@ -62,7 +63,7 @@ class Counting(list[int]):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("tokens", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [100_000, pytest.param(1_000_000, marks=EXHAUSTIVE)])
 def test_a_token_costs_a_constant_number_of_steps(tokens: int) -> None:
     """Counted in reads of suffix links; long matches that break off are in the text."""
     chance, automaton = random.Random(0), DynamicAutomaton()

@@ -21,7 +21,7 @@ from tests.compare_cases import also
 from tests.compare_cases import place as place
 from tests.report_cases import Page
 from tests.sam_cases import corpus_of
-from tests.thinning import others_slow
+from tests.thinning import a_few
 from tests.training_runs import run_main
 
 
@@ -75,7 +75,7 @@ def test_answers_are_taken_as_their_tokens_and_end_behind_stops(
     assert "in 3 documents, 1 repeated ones left out; 1 record rejected" in said and "a look-up" in said
 
 
-@pytest.mark.parametrize("mode", others_slow(["routed", "fused"], "fused"))
+@pytest.mark.parametrize("mode", a_few(["routed", "fused"], "fused"))
 def test_an_evaluation_tells_who_drafted_and_a_replay_agrees(place: Path, corpus: Path, mode: str) -> None:
     out, recipe = place / mode, place / "recipe.yaml"
     router: dict[str, Any] = {"static": str(corpus), "l_threshold": 2, "l_bias": 1, "fuse": mode == "fused"}

@@ -21,7 +21,7 @@ from tests.conftest import VOCAB_SIZE
 from tests.fake_server import STOP, FakeServer, Reply, expected
 from tests.server_place import LIMIT, Place
 from tests.server_place import place as place
-from tests.thinning import others_slow
+from tests.thinning import a_few
 
 # Answers.
 
@@ -343,7 +343,7 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("name", others_slow(LIES, "usage", "no stop", "foreign ids", "other text", "other prompt"))
+@pytest.mark.parametrize("name", a_few(LIES, "usage", "no stop", "foreign ids", "other text", "other prompt"))
 @pytest.mark.parametrize("stream", [False, True])
 def test_lies_are_caught_and_another_try_may_be_true(place: Place, name: str, stream: bool) -> None:
     place.ask(6)

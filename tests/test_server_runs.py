@@ -20,7 +20,7 @@ from tests.fake_server import STOP, FakeServer, response
 from tests.server_place import Place
 from tests.server_place import place as place
 from tests.test_crashes import kill_until_it_ends, told
-from tests.thinning import others_slow
+from tests.thinning import a_few
 
 # What stops a run.
 
@@ -222,7 +222,7 @@ def lab() -> Iterator[CrashLab]:
 
 
 @pytest.mark.skipif(not CAN_FORK, reason="needs fork")
-@pytest.mark.parametrize(("name", "status"), others_slow([("SIGINT", 130), ("SIGTERM", 143)], ("SIGINT", 130)))
+@pytest.mark.parametrize(("name", "status"), a_few([("SIGINT", 130), ("SIGTERM", 143)], ("SIGINT", 130)))
 def test_an_interrupt_keeps_what_is_answered(place: Place, lab: CrashLab, name: str, status: int) -> None:
     place.ask(60)
     with FakeServer(place.tokenizer, seconds=0.05) as server:
@@ -275,6 +275,7 @@ def kill_again_and_again(place: Place, lab: CrashLab, wanted: int, stream: bool)
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not CAN_FORK, reason="needs fork")
 @pytest.mark.parametrize("stream", [False, True])
 def test_100_kills_of_regeneration_by_servers_lose_and_repeat_nothing(

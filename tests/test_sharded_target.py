@@ -21,6 +21,7 @@ from tests.conftest import make_target
 from tests.ranks import run_ranks
 from tests.test_plan import plan, recipe_file
 from tests.test_processes import POISON, STEPS, Place, check_same
+from tests.thinning import a_few
 from tests.training_runs import metrics, write_conversations
 
 SHARDED = "train.shard_target=true"
@@ -60,7 +61,10 @@ def of_one(place: Place) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "stage"), [*(("eagle3", stage) for stage in range(4)), ("hass", 2)])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    a_few([*(("eagle3", stage) for stage in range(4)), ("hass", 2)], ("eagle3", 3), ("hass", 2)),
+)
 def test_two_ranks_follow_the_trajectory_of_one(name: str, stage: int, place: Place, of_one: dict[str, Path]) -> None:
     output = place.run(name, f"zero{stage}", 2, SHARDED, f"train.zero_stage={stage}", *UNEVEN)
     assert place.said.count("the target's layers are sharded over 2 processes") == 1
@@ -74,7 +78,10 @@ def test_a_rank_without_validation_rows_is_waited_for(place: Place) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "then"), [((2, True), (1, True)), ((1, False), (2, True)), ((2, True), (2, False))])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    a_few([((2, True), (1, True)), ((1, False), (2, True)), ((2, True), (2, False))], ((2, True), (1, True))),
+)
 def test_a_run_goes_on_with_a_target_held_otherwise(
     first: tuple[int, bool], then: tuple[int, bool], place: Place, of_one: dict[str, Path]
 ) -> None:

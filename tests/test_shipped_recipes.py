@@ -29,6 +29,7 @@ from draftsmith.recipes.prompts.records import to_conversation
 from draftsmith.recipes.schema import Recipe, TargetSection, TrainSection, other_than_published
 from draftsmith.train import c2t
 from tests.conftest import make_target, make_tokenizer
+from tests.thinning import EXHAUSTIVE
 from tests.tiny_vision import FAMILIES, picture, save_vision_target
 from tests.training_runs import TRAINED_BY, run_main
 
@@ -240,9 +241,7 @@ def shrunken(name: str, recipe: Recipe, tmp_path: Path) -> list[str]:
 QUICK = ("llama2-7b-chat-c2t",)  # all six scripts; the others are slow tests
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHRUNKEN]
-)
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=EXHAUSTIVE) for name in SHRUNKEN])
 def test_from_prompts_to_acceptance(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

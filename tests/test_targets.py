@@ -38,7 +38,7 @@ from draftsmith.recipes.schema import TargetSection
 from tests.conftest import make_target, make_tokenizer
 from tests.decoding import decode, write_answers
 from tests.pairs import greedy
-from tests.thinning import others_slow
+from tests.thinning import a_few
 
 DEMO = Path(__file__).parents[1] / "recipes/demo_target"
 STOP = 4
@@ -412,7 +412,7 @@ def test_the_shipped_target_is_accepted_in_every_precision(dtype: Any) -> None:
     assert target.dtype == (torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
 
 
-@pytest.mark.parametrize("name", others_slow(FAMILIES, "llama", "gemma2", "gpt_oss", "granite", "cohere"))
+@pytest.mark.parametrize("name", a_few(FAMILIES, "llama", "gemma2", "gpt_oss", "granite", "cohere"))
 def test_every_family_is_accepted_in_half_precision(name: str) -> None:
     family, overrides = FAMILIES[name]
     for dtype in (torch.bfloat16, torch.float16):

@@ -43,7 +43,7 @@ from tests.drafter_cases import (
     trainee_of,
 )
 from tests.slow_drafters import SlowDrafter, slow_loss
-from tests.thinning import pairwise
+from tests.thinning import EXHAUSTIVE, pairwise
 
 each_case = pytest.mark.parametrize("name", CASES)
 # What is summed over a batch depends on the losses and on the weights of steps, too. Noise is drawn for a row.
@@ -228,7 +228,7 @@ def test_positions_restart_with_each_document() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("hass", "eagle3") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name", [name if name in ("hass", "eagle3") else pytest.param(name, marks=EXHAUSTIVE) for name in CASES]
 )
 @pytest.mark.parametrize("kernel", [BLOCKS, FLASH_CPU], ids=lambda kernel: kernel.name)
 def test_products_in_bfloat16_teach_the_same(name: str, kernel: Kernel) -> None:

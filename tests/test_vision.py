@@ -35,7 +35,7 @@ from draftsmith.train.run.batches import MicroBatch, collate, collate_as
 from tests.conftest import make_target
 from tests.decoding import decode, decode_batch
 from tests.pairs import untaught
-from tests.thinning import others_slow
+from tests.thinning import a_few
 from tests.tiny_vision import (
     BASIC_FAMILIES,
     FAMILIES,
@@ -358,7 +358,7 @@ def proposers(family: str) -> dict[str, Proposer | None]:
     }
 
 
-@pytest.mark.parametrize("family", others_slow(FAMILIES, "qwen2_5_vl", "qwen3_vl"))
+@pytest.mark.parametrize("family", a_few(FAMILIES, "qwen2_5_vl", "qwen3_vl"))
 def test_greedy_answers_are_the_model_s_own(family: str, folders: dict[str, Path]) -> None:
     """With pictures, several of them, in later turns, beside text: one by one, and side by side."""
     target, prompts, length = target_of(family), prompts_of(folders[family]), 24

@@ -48,7 +48,7 @@ from tests.drafter_cases import (
     trainee_of,
 )
 from tests.slow_drafters import SlowVispec, slow_loss
-from tests.thinning import others_slow
+from tests.thinning import a_few
 
 CASES = {
     "one token": Case("vispec", "eagle", {"compressed_tokens": 1}, 3, True, HASS),
@@ -173,7 +173,7 @@ def without_key_bias(drafter: FeatureDrafter) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", others_slow(CASES, "two layers", "whole passes", "specialists", "over eagle3"))
+@pytest.mark.parametrize("name", a_few(CASES, "two layers", "whole passes", "specialists", "over eagle3"))
 def test_the_loss_is_that_of_the_slow_twin_in_value_and_gradient(name: str) -> None:
     """Several rows, several pictures each; the tolerance is that of tests/test_unroll.py."""
     case, target, drafter = CASES[name], small_target(), drafter_with_eyes(name).double()

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
+
 
 def meeting(combinations: Sequence[tuple[Any, ...]], together: int = 2) -> Iterator[tuple[Any, ...]]:
     """A few of the combinations, in which any `together` values meet that meet anywhere; with one, each is there."""
@@ -26,15 +28,15 @@ def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def thinned(*axes: Iterable[Any], together: int = 1) -> list[Any]:
-    """All combinations of the axes' values as parameters of a test, slow those that `meeting` leaves out."""
+    """All combinations of the axes' values as parameters of a test, exhaustive those that `meeting` leaves out."""
     combinations = list(itertools.product(*axes))
     kept = set(meeting(combinations, together))
-    return [each if each in kept else pytest.param(*each, marks=pytest.mark.slow) for each in combinations]
+    return [each if each in kept else pytest.param(*each, marks=EXHAUSTIVE) for each in combinations]
 
 
-def others_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
-    """The values as parameters of a test, slow those that are not named; tuples are one combination each."""
+def a_few(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """The values as parameters of a test, exhaustive those that are not named; tuples are one combination each."""
     values = list(values)
     assert all(value in values for value in fast), fast
     left = [value for value in values if value not in fast]
-    return [*fast, *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow) for v in left)]
+    return [*fast, *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=EXHAUSTIVE) for v in left)]
