@@ -52,6 +52,7 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
         UserError: no tokenizer; no valid chat template; a variable that the template never reads; ordinary tokens
             without an embedding in the model; guidance that the target cannot have.
     """
+    _check_no_gguf(target.model)
     check_model(target.model, target.revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -202,6 +203,7 @@ def load_config(target: TargetSection) -> Any:
             f"target.model: {target.model!r} holds an adapter (adapter_config.json), not a whole model; name its "
             "base as target.model and this folder as target.adapter (docs/adapting.md)"
         )
+    _check_no_gguf(target.model)
     check_model(target.model, target.revision)
     try:
         config = AutoConfig.from_pretrained(
@@ -212,6 +214,21 @@ def load_config(target: TargetSection) -> Any:
     _check_numbers(target.model, config.get_text_config(decoder=True))
     attention_kinds(config)
     return config
+
+
+def _check_no_gguf(model: str) -> None:
+    """Raises UserError for a GGUF file, and for a folder that holds no other model."""
+    path = Path(model)
+    if path.suffix.lower() == ".gguf":
+        what = f"{model!r} is a GGUF file" if path.exists() else f"no such file: {model!r}, and GGUF is not read here"
+    elif not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+        what = f"{model!r} holds a GGUF file ({files[0].name}) and no config.json"
+    else:
+        return
+    raise UserError(
+        f"target.model: {what}; name the folder or Hub id of the model that it was converted from, with config.json, "
+        "tokenizer and safetensors (target.quantization gives it few bits)"
+    )
 
 
 def _check_numbers(model: str, config: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith.models.formats.engines import ENGINES, problems
-from draftsmith.models.formats.exporting import Source, able_engines, differs, export, facts
+from draftsmith.models.formats.exporting import Source, able_engines, differs, export, facts, target_embeddings
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.foreign import Foreign, probe_head, probe_log_probs, read_foreign
 from draftsmith.recipes.errors import UserError
@@ -96,6 +96,9 @@ def test_states_in_both_spellings_and_the_target_s_rotation(tmp_path: Path) -> N
     assert config["rope_parameters"] == rope
     table = load_file(tmp_path / "speculators/model.safetensors")["embed_tokens.weight"]
     assert torch.equal(table, target_of(**own).embedding_table)
+    # A vision-language model's parameters have another prefix when they are loaded than in a file.
+    layout = source.target["layout"] | {"embeddings": "model.language_model.embed_tokens.weight"}
+    assert torch.equal(table, target_embeddings(source.target | {"layout": layout}))
 
 
 # An epsilon that tells scaled embeddings from others.

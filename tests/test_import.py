@@ -87,6 +87,23 @@ def test_published_checkpoints_draft_here(home: Path, tmp_path: Path) -> None:
         assert sum(map(len, rounds(tmp_path / directory))) >= 2
 
 
+def test_rotary_frequencies_of_older_checkpoints_are_left_out(home: Path, tmp_path: Path) -> None:
+    tensors = published_eagle3(tmp_path / "new")
+    config = json.loads((tmp_path / "new/config.json").read_text())
+    old = tensors | {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    folder = write_folder(tmp_path / "old", config, old)
+    import_drafter(read_folder(folder), section(home), tmp_path / "out")
+    assert not any("inv_freq" in name for name in load_file(tmp_path / "out/model.safetensors"))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(old, "model-00001-of-00001.safetensors")})
+    )
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    assert read_folder(folder).tensors.keys() == tensors.keys()
+    (folder / "model.safetensors.index.json").unlink()
+    torch.save(old, folder / "pytorch_model.bin")
+    assert read_folder(folder, allow_bin=True).tensors.keys() == tensors.keys()
+
+
 def test_draft_ids_in_any_order_keep_their_rows(home: Path, tmp_path: Path) -> None:
     tensors = published_eagle3(tmp_path / "ascending")
     config = json.loads((tmp_path / "ascending/config.json").read_text())
@@ -202,6 +219,18 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "its own embeddings": (
         of_tensors(embed_tokens__weight=lambda t: torch.randn(VOCAB_SIZE, 32)),
         "not the target's table",
+    ),
+    "another target's width": (
+        of_tensors(fc__weight=lambda t: t["fc.weight"].repeat(1, 2)),
+        "reads states of width 64, the target's are 32 wide; name the target that it was trained for",
+    ),
+    "another target's width, by its config": (
+        of_config(target_hidden_size=48),
+        "states of width 48, the target's are 32",
+    ),
+    "a narrower drafter": (
+        of_config(hidden_size=16, target_hidden_size=32),
+        "the drafter is 16 wide, the target 32; only drafters as wide as their target",
     ),
     "another vocabulary": (of_config(vocab_size=VOCAB_SIZE + 8), "vocab_size is 328, the target's is 320"),
     "a huge layer count": (of_config(num_hidden_layers=1_000_000), "layers|tensors"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, DynamicCache
 
 from draftsmith.data_gen.answers.generators import GenerationSettings
@@ -441,7 +442,37 @@ def test_an_unknown_change_of_logits_is_refused() -> None:
         Target(model)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(name: str, number: float) -> None:
+    model = make_target(FAMILIES[name][0], **FAMILIES[name][1])
+    model.model.layers[3].mlp.up_proj.weight.data[5, 7] = number
+    model.lm_head.weight.data[3, 3] = number
+    names = r"model\.layers\.3\.mlp\.up_proj\.weight, lm_head\.weight"
+    with pytest.raises(UserError, match=rf"has 2 tensors with numbers that are not finite \({names}\)"):
+        Target(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_numbers_beyond_a_precision_are_told_from_wrong_weights(name: str) -> None:
+    model = make_target(FAMILIES[name][0], **FAMILIES[name][1])
+    model.model.layers[3].mlp.up_proj.weight.data *= 2e4
+    with pytest.raises(UserError, match=r"numbers that are not finite in float16; set target\.dtype: bfloat16"):
+        Target(model.half())
+
+
 # Forms of a checkpoint.
+
+
+def test_rotary_frequencies_in_an_older_checkpoint_are_ignored(tmp_path: Path) -> None:
+    model = make_target()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(7)}
+    save_file(load_file(file) | buffers, file, metadata={"format": "pt"})
+    target = Target(load_causal_lm(TargetSection(model=str(tmp_path)), "cpu"))
+    ids = torch.tensor([some_tokens(12, 1)])
+    torch.testing.assert_close(target.states(ids).captured, Target(model).states(ids).captured, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("tied", "shards"), [(False, True), (True, False)])
@@ -468,6 +499,19 @@ def test_forms_of_a_checkpoint_that_are_refused(tmp_path: Path) -> None:
     model.config.save_pretrained(pickled)
     torch.save(model.state_dict(), pickled / "pytorch_model.bin")
     assert "holds pickled weights only (pytorch_model.bin)" in refusal(pickled)
+
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf/x-Q4_K.gguf").write_bytes(b"GGUF")
+    for path, what in (
+        (tmp_path / "gguf/x-Q4_K.gguf", "x-Q4_K.gguf' is a GGUF file;"),
+        (tmp_path / "gguf/y.gguf", "no such file: .*y.gguf', and GGUF is not read here;"),
+        (tmp_path / "gguf", r"gguf' holds a GGUF file \(x-Q4_K.gguf\) and no config.json;"),
+    ):
+        for read in (load_causal_lm, load_tokenizer, load_config):
+            with pytest.raises(
+                UserError, match=rf"^target.model: .*{what} name the folder or Hub id of the model that"
+            ):
+                read(TargetSection(model=str(path)))
 
     assert refusal(tmp_path / "nowhere").endswith("nowhere': no such directory")
     (tmp_path / "empty").mkdir()

@@ -26,6 +26,7 @@ HEADER_BYTES = 16 << 20  # of one safetensors file: some 100,000 tensors
 MOST_SHARDS = 1000
 FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPES_OF = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}  # the rest are weights, in FLOATS
+COMPUTED = ".inv_freq"  # rotary frequencies, which older checkpoints hold and their configs tell; left out
 SINGLE, INDEX, BIN = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
 
@@ -86,12 +87,13 @@ def read_folder(path: Path, allow_bin: bool = False) -> Folder:
         places: dict[str, Path] = {}
         for file, claimed in files.items():
             for name, info in read_header(file).items():
-                if claimed is not None and name not in claimed:
+                if (claimed is not None and name not in claimed) or name.endswith(COMPUTED):
                     continue
                 if name in tensors:
                     raise UserError(f"{path}: two files hold {name}; the checkpoint is damaged")
                 tensors[name], places[name] = info, file
-        if lost := sorted({name for names in files.values() for name in names or ()} - tensors.keys()):
+        named = {name for names in files.values() for name in names or () if not name.endswith(COMPUTED)}
+        if lost := sorted(named - tensors.keys()):
             raise UserError(f"{path / INDEX}: names {short(lost[0])}, which its file does not hold")
         return Folder(path, config, tensors, places)
     if not (path / BIN).exists():
@@ -107,6 +109,7 @@ def read_folder(path: Path, allow_bin: bool = False) -> Folder:
     described = {
         name: TensorInfo(list(tensor.shape), names.get(tensor.dtype, str(tensor.dtype)))
         for name, tensor in loaded.items()
+        if not name.endswith(COMPUTED)
     }
     return Folder(path, config, described, _loaded=loaded)
 

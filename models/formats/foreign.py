@@ -6,7 +6,7 @@ speculators'.
 Nothing is guessed: a tensor without a place, a missing one, or a key that would change the arithmetic is an error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,12 +65,21 @@ def read_foreign(folder: Folder, target: TargetShape) -> Foreign:
         shape = eagle.read_config(config, target, folder.tensors)
     except eagle.Contradiction as error:
         raise UserError(f"{folder.path / 'config.json'}: {error}") from None
-    for key, ours, theirs in (
-        ("vocab_size", shape.vocab_size, target.vocab_size),
-        ("hidden_size", shape.hidden_size, target.hidden_size),
-    ):
-        if ours != theirs:
-            raise UserError(f"{folder.path}: {key} is {ours:,}, the target's is {theirs:,}; name its own target")
+    if (reads := _width_read(folder, config, shape)) != target.hidden_size:
+        raise UserError(
+            f"{folder.path}: reads states of width {reads:,}, the target's are {target.hidden_size:,} wide; name the "
+            "target that it was trained for"
+        )
+    if shape.hidden_size != reads:
+        raise UserError(
+            f"{folder.path}: the drafter is {shape.hidden_size:,} wide, the target {reads:,}; only drafters as wide as "
+            "their target are known here, so leave this one to a serving engine and train one of the target's width"
+        )
+    if shape.vocab_size != target.vocab_size:
+        raise UserError(
+            f"{folder.path}: vocab_size is {shape.vocab_size:,}, the target's is {target.vocab_size:,}; name the "
+            "target that it was trained for"
+        )
     check_sizes(folder.path, shape, {name: info.sizes for name, info in folder.tensors.items()})
     check_rotary(folder.path, shape)
     names = _names(folder, shape)
@@ -92,6 +101,16 @@ def read_foreign(folder: Folder, target: TargetShape) -> Foreign:
     tensors |= {"d2t": vocab.d2t.clone(), "t2d": vocab.t2d.clone()}
     embedding = next((name for name in folder.tensors if name.endswith("embed_tokens.weight")), None)
     return Foreign(shape, vocab, tensors, None if embedding is None else folder.tensor(embedding))
+
+
+def _width_read(folder: Folder, config: Mapping[str, Any], shape: DrafterConfig) -> int:
+    """The width of the states that the drafter reads: the config's word, or what its fc has columns for."""
+    said, fc = config.get("target_hidden_size"), folder.tensors.get("fc.weight")
+    if type(said) is int:
+        return said
+    if not shape.own_head or fc is None or len(fc.sizes) != 2 or fc.sizes[1] % len(shape.capture_layers):
+        return shape.hidden_size  # EAGLE-1 has the target's width; an odd fc is reported later
+    return fc.sizes[1] // len(shape.capture_layers)
 
 
 def _names(folder: Folder, shape: DrafterConfig) -> dict[str, str]:
