@@ -1,4 +1,4 @@
-"""The target's tokenizer: prompts by its chat template, answers as messages, stop tokens, and a fingerprint.
+"""The target's tokenizer: prompts by its chat template, answers as messages, and a fingerprint.
 
 Loading writes the recipe's settings (target.chat_template, thinking, template_args) into the tokenizer's template.
 Every rendering, mask and fingerprint then follows them.
@@ -58,7 +58,10 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
         )
-    except (OSError, ValueError, ImportError, KeyError, StrictDataclassError) as error:
+    except StrictDataclassError:  # of config.json, which tokenizers read, too
+        load_config(target)
+        raise
+    except (OSError, ValueError, ImportError, KeyError) as error:
         folder = Path(target.model)
         if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
             reason = "the folder has no tokenizer; copy the target's tokenizer.json and tokenizer_config.json there"
@@ -80,6 +83,7 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
     tokenizer.chat_template = _with_variables(tokenizer.chat_template, target)
     config = load_config(target)
     _check_vocabulary(tokenizer, config)
+    setattr(tokenizer, _STOPS, _stops_of(load_generation_config(target), config))
     if target.guidance is not None:
         unconditional_ids(target, tokenizer, config)
     if is_vision_language(config):
@@ -185,11 +189,36 @@ def _literal(value: str | int | float | bool) -> str:
 
 
 def load_generation_config(target: TargetSection) -> GenerationConfig:
-    """The model's generation config, without loading the model."""
+    """The model's generation config, without loading the model.
+
+    Raises UserError for an eos_token_id that is no token id.
+    """
     try:
-        return GenerationConfig.from_pretrained(target.model, revision=target.revision or "main")
+        config = GenerationConfig.from_pretrained(target.model, revision=target.revision or "main")
     except OSError:  # no generation_config.json
-        return GenerationConfig.from_model_config(load_config(target))
+        config = GenerationConfig.from_model_config(load_config(target))
+    if wrong := [i for i in _listed(config.eos_token_id) if type(i) is not int]:
+        raise UserError(
+            f"target.model: the generation_config.json of {target.model!r} has eos_token_id {short(wrong[0])}, not a "
+            "whole number; write token ids as numbers there (in a copy of the model's folder)"
+        )
+    return config
+
+
+def _listed(eos_token_id: Any) -> list[Any]:
+    ids = eos_token_id if isinstance(eos_token_id, list | tuple) else [eos_token_id]
+    return [i for i in ids if i is not None]
+
+
+def _stops_of(generation_config: GenerationConfig, config: Any) -> frozenset[int]:
+    """Stop tokens that the generation config names, without those that the model cannot write."""
+    rows = config.get_text_config(decoder=True).vocab_size
+    return frozenset(i for i in _listed(generation_config.eos_token_id) if 0 <= i < rows)
+
+
+def named_stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Stop tokens by name: those of the generation config (of a tokenizer by `load_tokenizer`) and of the tokenizer."""
+    return getattr(tokenizer, _STOPS, frozenset()).union(_listed(tokenizer.eos_token_id))
 
 
 def load_config(target: TargetSection) -> Any:
@@ -209,7 +238,13 @@ def load_config(target: TargetSection) -> Any:
         config = AutoConfig.from_pretrained(
             target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
         )
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except StrictDataclassError as error:
+        wrong = str(error.__cause__ or first_line(error)).partition(". Errors: ")[0]
+        raise UserError(
+            f"target.model: the config.json of {target.model!r} has a value that transformers refuses: {wrong}; "
+            "correct it (in a copy of the model's folder)"
+        ) from error
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(f"target.model: no model at {target.model!r}: {_why_no_config(target.model, error)}") from error
     _check_numbers(target.model, config.get_text_config(decoder=True))
     attention_kinds(config)
@@ -304,13 +339,13 @@ def has_generation_tags(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def decode_answer(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """An answer's text for the next prompt: without special tokens, whitespace unchanged.
+    """An answer's text for the next prompt: without special tokens and stop tokens, whitespace unchanged.
 
     Special tokens around thoughts stay if the template mentions them: such a template drops the thoughts.
     """
     template = tokenizer.get_chat_template()
     special: set[int] = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special.update(tokenizer.all_special_ids)
+    special.update(tokenizer.all_special_ids, named_stop_ids(tokenizer) & tokenizer.added_tokens_decoder.keys())
     names = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in special.intersection(ids)}
     thoughts = {i for i, name in names.items() if "think" in name.lower() and name in template}
     kept = [i for i in ids if i not in special or i in thoughts]
@@ -326,8 +361,8 @@ def answer_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Me
 
         <|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>
     """
-    marks = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.content in _HARMONY}
-    if len(marks) < len(_HARMONY):
+    marks = _harmony_marks(tokenizer)
+    if not is_harmony(tokenizer):
         return {"role": "assistant", "content": decode_answer(tokenizer, ids)}
     texts: dict[str, list[int]] = {"analysis": [], "final": []}
     channel, header, in_header = "final", [], False
@@ -346,6 +381,15 @@ def answer_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Me
 
 
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+
+
+def is_harmony(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the target answers in Harmony's channels."""
+    return len(_harmony_marks(tokenizer)) == len(_HARMONY)
+
+
+def _harmony_marks(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.content in _HARMONY}
 
 
 def as_text(messages: Sequence[Message], images: Sequence[str] = ()) -> list[Message]:
@@ -386,6 +430,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
 
 
 _BEYOND = "tokens_beyond_the_embedding"
+_STOPS = "stop_tokens_of_the_generation_config"
 _PICTURES = "picture_processor"  # of vision-language targets
 
 
@@ -423,23 +468,6 @@ def _shows_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
         return "probe" in str(tokenizer.apply_chat_template(probe, tokenize=False))
     except (TemplateError, TypeError, ValueError, KeyError, IndexError):
         return True  # it refuses what it cannot show
-
-
-def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig) -> tuple[int, ...]:
-    """Tokens that end an answer, ascending: those of the generation config and the tokenizer.
-
-    Raises:
-        UserError: neither names one.
-    """
-    configured: Any = generation_config.eos_token_id
-    named: list[Any] = [*(configured if isinstance(configured, list | tuple) else [configured]), tokenizer.eos_token_id]
-    ids = {int(i) for i in named if i is not None}
-    if not ids:
-        raise UserError(
-            "target.model: neither generation_config.json nor the tokenizer names a stop token (eos_token_id); "
-            "answers would never end"
-        )
-    return tuple(sorted(ids))
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

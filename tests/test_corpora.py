@@ -276,7 +276,7 @@ def test_conversations_count_what_the_assistant_writes(
     said = some_texts(6, 2)
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
     sharegpt = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(said)]
-    answer = Counter(token for _, ids in turns_of_messages(tokenizer, messages) for token in ids)
+    answer = Counter(token for turn in turns_of_messages(tokenizer, messages) for token in turn.output)
     assert answer == counted(said[1::2], tokenizer) + Counter({4: 3})  # the stop tokens are written, too
     turn = {"prompt_token_ids": [2, 60, 4, 3], "output_token_ids": [70, 71, 70, 4], "finish_reason": "stop"}
     regenerated = {"id": "r", "messages": messages, "turns": [turn]}

@@ -10,10 +10,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import save_file
-from transformers import GenerationConfig
 
 from draftsmith.data_gen import rank_vocab
-from draftsmith.models.chat import stop_ids, tokenizer_fingerprint
+from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.vocab import (
     DraftVocab,
     cut_by_file,
@@ -263,16 +262,6 @@ def test_counts_of_another_tokenizer_are_refused_with_both_sides(tmp_path: Path)
     assert cut_by_file(tmp_path / "counts", "ab" * 32, DraftVocab.full(6), 2, []).target_ids.tolist() == [4, 5]
     with pytest.raises(UserError, match=r"eval\.token_counts: .*counts was .* abababababab.* has cdcdcdcdcdcd"):
         cut_by_file(tmp_path / "counts", "cd" * 32, DraftVocab.full(6), 2, [])
-
-
-def test_stop_ids_of_config_and_tokenizer() -> None:
-    tokenizer = make_tokenizer()
-    assert stop_ids(tokenizer, GenerationConfig()) == (4,)
-    assert stop_ids(tokenizer, GenerationConfig(eos_token_id=9)) == (4, 9)
-    assert stop_ids(tokenizer, GenerationConfig(eos_token_id=[9, 4, 7])) == (4, 7, 9)
-    tokenizer.eos_token = None
-    with pytest.raises(UserError, match="names a stop token"):
-        stop_ids(tokenizer, GenerationConfig())
 
 
 # The script.

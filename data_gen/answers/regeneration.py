@@ -31,7 +31,6 @@ from draftsmith.models.chat import (
     load_generation_config,
     load_tokenizer,
     reads_pictures,
-    stop_ids,
     template_variables,
     tokenizer_fingerprint,
 )
@@ -40,6 +39,7 @@ from draftsmith.models.costs import decoding_lines, decoding_time
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_writing_drafter, yet_to_import
 from draftsmith.models.quantize import target_changes
+from draftsmith.models.turn_ends import answer_notes, stop_ids
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -57,8 +57,6 @@ RATE_SECONDS = 30.0  # window of the progress bar's tokens per second
 NAMED_AT_MOST = 5  # conversations without an answer that the summary lists
 PLAN_SECONDS = 5.0  # longest wait of --plan for a server
 CUT_SHARE = 0.5  # share of cut answers above which the summary gives advice
-# Settings of generation configs that speculative decoding does not apply, with their neutral values.
-_OTHER_SAMPLING = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0}
 
 
 def main(command: Command) -> int:
@@ -66,8 +64,7 @@ def main(command: Command) -> int:
     recipe, section = with_writing_drafter(command.recipe, command.plan), command.recipe.target
     check_export(recipe)
     tokenizer = load_tokenizer(section)
-    generation_config = load_generation_config(section)
-    settings = generation_settings(recipe, tokenizer, generation_config)
+    settings = generation_settings(recipe, tokenizer)
     generator = generator_identity(recipe, settings, tokenizer)
     if note := bounded_rows(recipe):
         print(note)
@@ -90,13 +87,14 @@ def main(command: Command) -> int:
         print(f"data.prompts: repeated questions dropped: {dropped:,} (data.duplicates=keep keeps them)")
     if not sample_only:
         conversations = screen(recipe, conversations, rejects, write=not command.plan)
+    for note in answer_notes(section, tokenizer):
+        print(note)
     if command.plan:
         print_regeneration_plan(recipe, tokenizer, settings, conversations, read_log(path, generator), rejects)
         if recipe.data.generator.kind == "openai":
             with open_servers(recipe, settings, tokenizer) as servers:
                 print(f"servers        reached, and serving {servers.connect(PLAN_SECONDS)}; nothing was asked")
         return 0
-    _print_ignored_sampling(generation_config)
     with ConversationLog(path, generator) as log, _sigterm_exits():
         todo = not_done(conversations, log.content)
         done = len(conversations) - len(todo)
@@ -258,17 +256,15 @@ def open_servers(recipe: Recipe, settings: GenerationSettings, tokenizer: PreTra
     return Servers(recipe.data.generator, settings, vocabulary, template_variables(recipe.target))
 
 
-def generation_settings(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig
-) -> GenerationSettings:
+def generation_settings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GenerationSettings:
     """The recipe's settings, completed by the target's generation config and limited by its context."""
     asked = recipe.data.generator
     # ViSpec's training answers are sampled, and configs of vision-language models are nearly greedy (Qwen2.5-VL: 1e-6).
-    defaults = GenerationConfig() if reads_pictures(tokenizer) else generation_config
+    defaults = GenerationConfig() if reads_pictures(tokenizer) else load_generation_config(recipe.target)
     return GenerationSettings(
         max_new_tokens=asked.max_new_tokens,
         max_length=longest_row(recipe),
-        stop_ids=stop_ids(tokenizer, generation_config),
+        stop_ids=stop_ids(tokenizer),
         sampling=resolve_sampling(asked.temperature, asked.top_p, asked.top_k, defaults),
         seed=asked.seed,
         batch_size=asked.batch_size,
@@ -363,10 +359,3 @@ def print_regeneration_plan(
             f"CANNOT WORK: no room for an answer: every prompt of the sample takes all of {settings.max_length} "
             "tokens (data.max_length, or the target's positions where they are fewer)"
         )
-
-
-def _print_ignored_sampling(generation_config: GenerationConfig) -> None:
-    for key, neutral in _OTHER_SAMPLING.items():
-        value = getattr(generation_config, key, None)
-        if value is not None and value != neutral:
-            print(f"note: the target's generation_config asks for {key} {value}; it is not applied")

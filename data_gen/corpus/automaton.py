@@ -11,13 +11,12 @@ from draftsmith.data_gen.corpus.counts import TextCounter
 from draftsmith.data_gen.corpus.reader import ANSWERS, Corpus, check_corpora, corpus_of
 from draftsmith.models.chat import (
     load_config,
-    load_generation_config,
     load_tokenizer,
-    stop_ids,
     tokenizer_fingerprint,
 )
 from draftsmith.models.costs import gigabytes
 from draftsmith.models.sam import MOST_TOKENS, StaticAutomaton, corpus_tokens
+from draftsmith.models.turn_ends import stop_ids
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -70,7 +69,7 @@ def sort_corpus(recipe: Recipe, vocab_size: int) -> None:
     """
     corpora = corpora_of(recipe, look=True)
     tokenizer = load_tokenizer(recipe.target)
-    stops = stop_ids(tokenizer, load_generation_config(recipe.target))
+    stops = stop_ids(tokenizer)
     documents = DistinctDocuments(stops)
     rejects = Rejects(recipe.sam_path.with_suffix(".rejects.jsonl"))
     counter, began = TextCounter(tokenizer, vocab_size), time.monotonic()

@@ -147,7 +147,7 @@ class TextCounter:
         if "messages" in record:
             record = {key: value for key, value in record.items() if key != "turns"}
         conversation = to_conversation(record, f"{item.place}:{item.line}", item.place, item.line)
-        return [list(output) for _, output in turns_of(self._tokenizer, conversation)]
+        return [turn.output for turn in turns_of(self._tokenizer, conversation)]
 
 
 def _decoded(item: Item, rejects: list[tuple[str, int, str, Any]]) -> Iterator[tuple[int, str]]:

@@ -16,13 +16,12 @@ from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
 from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.models.chat import (
     load_config,
-    load_generation_config,
     load_tokenizer,
-    stop_ids,
     tokenizer_fingerprint,
 )
 from draftsmith.models.checkpoint import check_identity, config_identity, read_drafter_config, read_drafter_vocab
 from draftsmith.models.formats.named_drafters import with_start
+from draftsmith.models.turn_ends import stop_ids
 from draftsmith.models.vocab import (
     CorpusCounts,
     DraftVocab,
@@ -86,7 +85,7 @@ def choose_vocab(recipe: Recipe, size: int, vocab_size: int) -> None:
     sources = recipe.data.ranking.sources
     tokenizer = load_tokenizer(recipe.target)
     fingerprint = tokenizer_fingerprint(tokenizer)
-    stops = set(stop_ids(tokenizer, load_generation_config(recipe.target)))
+    stops = set(stop_ids(tokenizer))
     template = template_tokens(tokenizer)
     others = set(template.all) if sources else set(template.in_answers) - stops
     must_have = sorted(stops | others)

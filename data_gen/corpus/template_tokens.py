@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.rows.training_rows import turns_of_messages
 from draftsmith.models.chat import RenderError, render, render_prompt
+from draftsmith.models.turn_ends import ASKED, CALLED, RESULT
 from draftsmith.recipes.errors import UserError
 
 # Answers without a common token: a token in every rendering comes from the template.
 ANSWERS = ("Yes", "12", "a b")
-_ASKED: dict[str, Any] = {"role": "user", "content": "Go"}
 _TOOL = {
     "type": "function",
     "function": {
@@ -30,9 +30,6 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"at": {"type": "string", "description": "What."}}},
     },
 }
-_CALL = {"type": "function", "id": "call00001", "function": {"name": "look", "arguments": {"at": "it"}}}
-_CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-_RESULT = {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": "it"}
 
 
 class TemplateTokens(NamedTuple):
@@ -60,7 +57,7 @@ def template_tokens(tokenizer: PreTrainedTokenizerBase) -> TemplateTokens:
             continue
         try:
             answers = [
-                {token for _, output in turns_of_messages(tokenizer, messages, tools) for token in output}
+                {token for turn in turns_of_messages(tokenizer, messages, tools) for token in turn.output}
                 for messages in conversations
             ]
         except (RenderError, ValueError):  # an answer without a thought where the prompt opens one, and the like
@@ -76,9 +73,9 @@ def _conversations(text: str) -> list[list[dict[str, Any]]]:
     """Conversations with `text` as every answer and thought; the last one calls a tool."""
     answer = {"role": "assistant", "content": text}
     return [
-        [_ASKED, answer],
-        [_ASKED, answer, _ASKED, answer],
-        [{"role": "system", "content": "Be"}, _ASKED, answer],
-        [_ASKED, answer | {"reasoning_content": text}],
-        [_ASKED, _CALLED, _RESULT, answer],
+        [ASKED, answer],
+        [ASKED, answer, ASKED, answer],
+        [{"role": "system", "content": "Be"}, ASKED, answer],
+        [ASKED, answer | {"reasoning_content": text}],
+        [ASKED, CALLED, RESULT, answer],
     ]

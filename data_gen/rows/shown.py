@@ -1,12 +1,14 @@
 """Prints training rows with their supervised tokens marked, behind data_gen/conversations.py."""
 
 import sys
+from collections import Counter
 
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
 from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.models.chat import load_tokenizer
+from draftsmith.models.turn_ends import turn_ends
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -18,8 +20,8 @@ def main(command: Command) -> None:
         print(f"reads {path}, prints {command.show} rows and a summary, writes nothing")
         return
     tokenizer = load_tokenizer(recipe.target)
-    rejects = Rejects()
-    ids, rows, tokens, supervised = set(), 0, 0, 0
+    rejects, remarks, stops = Rejects(), Counter[str](), turn_ends(tokenizer).stops
+    ids, rows, answers, tokens, supervised = set(), 0, 0, 0, 0
     for row in Bar(training_rows(path, tokenizer, longest_row(recipe), rejects), unit="row", leave=False):
         if rows < command.show:
             Bar.write(f"--- {row.id}: {len(row.input_ids)} tokens, spans {row.spans}\n{marked(tokenizer, row)}\n")
@@ -27,6 +29,12 @@ def main(command: Command) -> None:
         ids.add(row.id)
         tokens += len(row.input_ids)
         supervised += sum(end - start for start, end in row.spans)
+        answers += len(row.spans)
+        remarks.update(row.remarks)
+        remarks["no stop token ends them"] += sum(row.input_ids[end - 1] not in stops for _, end in row.spans)
+    for remark, count in remarks.items():
+        if count:
+            print(f"note: {count:,} of {answers:,} answers: {remark}")
     print(
         f"{path}: {rows:,} rows of {len(ids):,} conversations, {tokens:,} tokens, "
         f"{supervised:,} supervised ({supervised / tokens:.1%}); {rejects.summary()}"

@@ -11,19 +11,22 @@ one row per turn if not: the template strips earlier thoughts, or retokenised te
 
 Sources of the pairs:
     regenerated files     the stored token ids; pictures of the messages take their placeholders' places
-    generation tags       the tokens inside the template's `{% generation %}`
-    any other template    the conversation rendered up to the answer, with the header of the next turn, must be a
-                          prefix, token by token, of the conversation rendered with the answer
+    templates             the conversation rendered up to the answer, with the header of the next turn, must be a
+                          prefix, token by token, of the conversation rendered with the answer; the rest is the answer
+    generation tags       the tokens of this rest inside the template's `{% generation %}`. Tags around the header or an
+                          empty thought (SmolLM3) mark tokens that the prompt brings: no target writes them
     prompts that end      (R1) with `<think>`, if the template does not write thoughts back: the answer's text behind
                           its own `<think>`, or its reasoning_content and content; without a thought it is rejected
-The stop token belongs to its turn. Text that a template writes behind it (a line break) does not.
+The stop token belongs to its turn, also where it opens the next one (GLM's `<|user|>`; `models.turn_ends`). Text that a
+template writes behind it (a line break) does not.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,6 +45,7 @@ from draftsmith.models.chat import (
     with_pictures,
 )
 from draftsmith.models.prompt import Insert, Prompt
+from draftsmith.models.turn_ends import is_blank, turn_ends
 from draftsmith.recipes.command.inputs import conversations, need
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.progress import Bar
@@ -52,9 +56,17 @@ from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import check_source, records
 from draftsmith.recipes.schema import Recipe
 
-Turn = tuple[Prompt, list[int]]  # prompt, output tokens
 Span = tuple[int, int]  # half-open
+_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>")
 MAX_TOKEN = 1 << 31  # larger than every token id
+
+
+class Turn(NamedTuple):
+    """An answer."""
+
+    prompt: Prompt
+    output: list[int]
+    remark: str = ""  # where the template's generation tags and its generation prompt disagree
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,7 @@ class TrainingRow:
     input_ids: list[int]
     spans: list[Span]  # what the target wrote: one per assistant turn, its stop token included
     inserts: tuple[Insert, ...] = ()  # embeddings that replace some tokens
+    remarks: tuple[str, ...] = ()  # of the turns
 
     @property
     def prompt(self) -> Prompt:
@@ -134,15 +147,16 @@ def training_rows(
 
 def rows_of(conversation_id: str, turns: Sequence[Turn]) -> Iterator[TrainingRow]:
     """Joins turns to rows: a prompt that begins with the row so far continues the row."""
-    row, spans = Prompt(()), list[Span]()
-    for prompt, output in turns:
+    row, spans, remarks = Prompt(()), list[Span](), list[str]()
+    for prompt, output, remark in turns:
         if spans and not prompt.begins_with(row):
-            yield TrainingRow(conversation_id, list(row), spans, row.inserts)
-            spans = []
+            yield TrainingRow(conversation_id, list(row), spans, row.inserts, tuple(remarks))
+            spans, remarks = [], []
         row = prompt.then(output)
         spans = [*spans, (len(prompt), len(row))]
+        remarks += [remark] if remark else []
     if spans:
-        yield TrainingRow(conversation_id, list(row), spans, row.inserts)
+        yield TrainingRow(conversation_id, list(row), spans, row.inserts, tuple(remarks))
 
 
 def spans_of(mask: Sequence[bool]) -> list[Span]:
@@ -178,7 +192,7 @@ def _stored_turns(tokenizer: PreTrainedTokenizerBase, record: dict[str, Any], co
             if min(tokens) < 0 or max(tokens) >= MAX_TOKEN:
                 raise ValueError(f"wrong type: turn {number} has token ids below 0 or beyond every vocabulary")
         prompt, output = turn["prompt_token_ids"], turn["output_token_ids"]
-        turns.append((with_pictures(tokenizer, prompt, conversation.messages), output))
+        turns.append(Turn(with_pictures(tokenizer, prompt, conversation.messages), output))
     return turns
 
 
@@ -198,73 +212,85 @@ def _no_place(content: bytes) -> str:
 def turns_of_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
 ) -> list[Turn]:
-    """(prompt tokens, output tokens) of every assistant message, by the tokenizer's chat template.
+    """Prompt and output of every assistant message, by the tokenizer's chat template.
 
     Raises RenderError if the template refuses the messages, and ValueError, "kind: detail", if it does not show which
     tokens the assistant writes.
     """
-    turn_of = _turn_by_tags if has_generation_tags(tokenizer) else _turn_by_prefix
-    may_open_thought = "<think>" in tokenizer.get_chat_template()
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise ValueError("no assistant turn: nothing to train on")
     turns = []
     for number, i in enumerate(answers, start=1):
-        thought = _turn_with_thought(tokenizer, messages[: i + 1], tools, number) if may_open_thought else None
-        text, start, end = thought or turn_of(tokenizer, messages[: i + 1], tools, number)
-        end = _end_of_turn(tokenizer, list(text), start, end)
-        if start == end:
-            raise ValueError(f"empty mask: the template marks no token of assistant turn {number}")
-        if tokenizer.eos_token_id in text[start : end - 1]:
-            raise ValueError(f"stop token inside: assistant turn {number} continues after {tokenizer.eos_token!r}")
-        turns.append((text.until(start), text[start:end]))
+        text, start, end, remark = _answer(tokenizer, messages[: i + 1], tools, number)
+        following = messages[i + 1]["role"] if i + 1 < len(messages) else None
+        output = _with_stop(tokenizer, text, start, end, following or _next_role(messages[i]), number)
+        turns.append(Turn(text.until(start), output, remark))
     return turns
 
 
-def _turn_by_tags(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int
-) -> tuple[Prompt, int, int]:
-    """(all tokens, start, end) of the last message, assistant turn `number`, by the template's generation tags."""
-    ids, mask = render_marked(tokenizer, messages, tools)
-    spans = spans_of(mask)
-    if not spans:
-        raise ValueError(f"empty mask: the template marks no token of assistant turn {number}")
-    # A tokenizer that cannot map characters to tokens also ends here: its marks run into the next turn.
-    if len(spans) != number:
-        raise ValueError(f"mask and turns differ: the template marks {len(spans)} spans in {number} assistant turns")
-    start, end = spans[-1]
-    before = render(tokenizer, messages[:-1], tools) if len(messages) > 1 else []
-    if start < _common(before, ids):
-        raise ValueError(f"mask and turns differ: the template also marks tokens before assistant turn {number}")
-    return ids, start, end
+def _next_role(message: dict[str, Any]) -> str:
+    """Whose message follows the last answer."""
+    return "tool" if message.get("tool_calls") else "user"
 
 
-def _turn_by_prefix(
+def _answer(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int
-) -> tuple[Prompt, int, int]:
-    """(all tokens, start, end) of the last message, assistant turn `number`: the tokens behind its prompt."""
-    prompt, ids = render_prompt(tokenizer, messages[:-1], tools), render(tokenizer, messages, tools)
-    at = _common(prompt, ids)
+) -> tuple[Prompt, int, int, str]:
+    """(all tokens, start, end, remark) of the last message, assistant turn `number`, without what ends it."""
+    tagged = has_generation_tags(tokenizer)
+    try:
+        prompt = render_prompt(tokenizer, messages[:-1], tools)
+    except RenderError:
+        if messages[1:] or not tagged:
+            raise
+        prompt = Prompt(())  # of a greeting, which nobody asks for
+    ids, mask = render_marked(tokenizer, messages, tools) if tagged else (render(tokenizer, messages, tools), [])
+    at = len(prompt) if ids.begins_with(prompt) else _common(prompt, ids)
+    if at < len(prompt) and _opens_thought(tokenizer, prompt):
+        written = _with_thought(tokenizer, messages[-1], ids, number)
+        return prompt.then(written), len(prompt), len(prompt) + len(written), ""
+    if tagged:
+        return ids, *_marked(mask, at, number, whole=at == len(prompt))
     if at < len(prompt):
         raise ValueError(
             f"prompt is no prefix: assistant turn {number} rendered with its answer differs from its prompt at token "
             f"{at}: {tokenizer.decode(ids[at : at + 4])!r} instead of {tokenizer.decode(prompt[at : at + 4])!r}"
         )
-    return ids, len(prompt), len(ids)
+    if at == len(ids):
+        raise ValueError(f"empty mask: the template writes no token of assistant turn {number}")
+    empty = _EMPTY_THOUGHT.match(str(tokenizer.decode(ids[at : at + 24]))) and "<think>" not in str(messages[-1])
+    return ids, at, len(ids), "the template writes an empty thought, which the generation prompt lacks" if empty else ""
 
 
-def _turn_with_thought(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int
-) -> tuple[Prompt, int, int] | None:
-    """(all tokens, start, end) of the last message if its prompt ends with `<think>` and the template writes no thought
-    back; else None."""
-    prompt = render_prompt(tokenizer, messages[:-1], tools)
-    if not str(tokenizer.decode(prompt[-8:])).rstrip().endswith("<think>"):
-        return None
-    ids = render(tokenizer, messages, tools)
-    if ids.begins_with(prompt):
-        return None
-    content, reasoning = messages[-1].get("content") or "", messages[-1].get("reasoning_content")
+def _marked(mask: Sequence[bool], at: int, number: int, whole: bool) -> tuple[int, int, str]:
+    """(start, end, remark) of the tokens that generation tags mark behind the first `at` tokens, which the prompt
+    brings; `whole`: the prompt has no other tokens."""
+    spans = spans_of(mask[at:])
+    if not spans:
+        raise ValueError(f"empty mask: the template marks no token of assistant turn {number}")
+    # A tokenizer that cannot map characters to tokens also ends here.
+    if len(spans) > 1:
+        raise ValueError(f"mask and turns differ: the template marks {len(spans)} spans in assistant turn {number}")
+    start, end = (at + place for place in spans[0])
+    if not whole:
+        return start, end, "the template writes another header before an answer than in the generation prompt"
+    if start > at:
+        return start, end, "generation tags leave out tokens between the generation prompt and the answer"
+    return start, end, "generation tags also mark what the generation prompt brings" if at and mask[at - 1] else ""
+
+
+def _opens_thought(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> bool:
+    return str(tokenizer.decode(prompt[-8:])).rstrip().endswith("<think>")
+
+
+def _with_thought(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any], ids: Prompt, number: int) -> list[int]:
+    """The answer's tokens behind a prompt that ends with `<think>`, if the template writes no thought back.
+
+    Args:
+        ids: the conversation as the template writes it.
+    """
+    content, reasoning = message.get("content") or "", message.get("reasoning_content")
     if reasoning:
         content = f"{reasoning.strip()}\n</think>\n\n{content}"
     elif "</think>" not in content:
@@ -273,10 +299,8 @@ def _turn_with_thought(
         )
     written = tokenizer(content.removeprefix("<think>").lstrip(), add_special_tokens=False)["input_ids"]
     # The template's end of a turn.
-    special = _special_tokens(tokenizer)
-    last = next((token for token in reversed(list(ids)) if str(tokenizer.decode([token])).strip()), None)
-    ending = [last] if last is not None and last in special else []
-    return prompt.then([*written, *ending]), len(prompt), len(prompt) + len(written) + len(ending)
+    last = next((token for token in reversed(list(ids)) if not is_blank(tokenizer, [token])), None)
+    return [*written, last] if last in _special_tokens(tokenizer) else written
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
@@ -284,15 +308,34 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int) -> int:
-    """Moves `end` behind the turn's end token: forward over the token, or back over blanks behind it."""
+def _with_stop(
+    tokenizer: PreTrainedTokenizerBase, ids: Prompt, start: int, end: int, following: str, number: int
+) -> list[int]:
+    """The answer in ids[start:end] up to the stop token, which may stand behind it, or which the next message brings.
+
+    Args:
+        following: role of the next message.
+
+    Raises:
+        ValueError: text follows the first stop token.
+    """
+    ends = turn_ends(tokenizer)
+    stop = next((i for i in range(start, len(ids)) if ids[i] in ends.stops), None)
+    if stop is not None and stop < end and not is_blank(tokenizer, ids[stop + 1 : end], skip_special_tokens=True):
+        name = tokenizer.convert_ids_to_tokens(ids[stop])
+        raise ValueError(f"stop token inside: assistant turn {number} continues after {name!r}")
+    if stop is not None and is_blank(tokenizer, ids[end:stop]):
+        return ids[start : stop + 1]
     special = _special_tokens(tokenizer)
     last = next((i for i in reversed(range(start, end)) if ids[i] in special), None)
-    if last is not None and (last + 1 == end or not str(tokenizer.decode(ids[last + 1 : end])).strip()):
-        return last + 1
-    return end + 1 if start < end < len(ids) and ids[end] in special else end
+    if last is not None and is_blank(tokenizer, ids[last + 1 : end]):  # another token ends the turn
+        return ids[start : last + 1]
+    if end < len(ids) and ids[end] in special:
+        return ids[start : end + 1]
+    if behind := ends.behind.get(following):
+        return [*(ids[start:] if is_blank(tokenizer, ids[end:]) else ids[start:end]), *behind]
+    return ids[start:end]
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[Any]:
-    stop: Any = tokenizer.eos_token_id
-    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {stop}
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | turn_ends(tokenizer).stops

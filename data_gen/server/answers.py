@@ -20,6 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.models.prompt import Prompt
+from draftsmith.models.turn_ends import turn_ends
 from draftsmith.recipes.prompts.rejects import is_unicode
 
 _TOKEN_ID = re.compile(r"token_id:(\d{1,9})")
@@ -108,8 +109,8 @@ class Vocabulary:
     @property
     def usual_stop(self) -> int:
         """The stop token that a server has most likely stripped."""
-        own: Any = self.tokenizer.eos_token_id
-        return own if own in self.stop_ids else self.stop_ids[0]
+        written, own = turn_ends(self.tokenizer).usual, self.tokenizer.eos_token_id
+        return next(stop for stop in (written, own, self.stop_ids[0]) if stop in self.stop_ids)
 
     def text(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}

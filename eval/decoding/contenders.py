@@ -32,7 +32,6 @@ from draftsmith.models.c2t import check_made_for, drafter_identity
 from draftsmith.models.causal_lm import check_vocabulary, load_draft_model
 from draftsmith.models.chat import (
     load_tokenizer,
-    stop_ids,
     tokenizer_fingerprint,
 )
 from draftsmith.models.checkpoint import (
@@ -51,6 +50,7 @@ from draftsmith.models.guidance import loaded_target
 from draftsmith.models.quantize import precision_name, target_changes
 from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target, check_precision
+from draftsmith.models.turn_ends import stop_ids
 from draftsmith.models.vocab import DraftVocab, always_inside, cut_by_file, fill_text, load_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import (
@@ -422,7 +422,7 @@ class Lineup:
         # Decoding captures the layers that each proposer reads. The target's own list is for training.
         self.target = loaded_target(section, capture_layers=(0,))
         block_linears(self.target.layers)
-        self.stop_ids = frozenset(stop_ids(self.tokenizer, self.target.model.generation_config))
+        self.stop_ids = frozenset(stop_ids(self.tokenizer))
         self.fingerprint = tokenizer_fingerprint(self.tokenizer)
         self.drafters: dict[tuple[Path, str | None], FeatureDrafter] = {}  # by directory and a hierarchy's small model
         self.draft_models: dict[str, Target] = {}

@@ -5,10 +5,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.models.chat import load_config, load_generation_config, load_tokenizer, stop_ids, tokenizer_fingerprint
+from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity
 from draftsmith.models.families import usable_positions
 from draftsmith.models.quantize import target_changes
+from draftsmith.models.turn_ends import stop_ids
 from draftsmith.recipes.schema import Recipe, TargetSection
 
 
@@ -33,7 +34,7 @@ class TargetFacts:
 
     @property
     def stop_ids(self) -> list[int]:
-        return sorted(stop_ids(self.tokenizer, load_generation_config(self.section)))
+        return sorted(stop_ids(self.tokenizer))
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -31,12 +31,13 @@ from draftsmith.eval.planner.command import choose_tree
 from draftsmith.eval.planner.search import candidates_of, prepared
 from draftsmith.eval.recorded.replay import Agreement
 from draftsmith.eval.recorded.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
-from draftsmith.models.chat import decode_answer, load_config
+from draftsmith.models.chat import decode_answer, load_config, load_tokenizer
 from draftsmith.models.checkpoint import precision_note, weight_bytes
 from draftsmith.models.costs import decoding_lines
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.turn_ends import answer_notes
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import partial_path, sync_to_disk
@@ -86,7 +87,8 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
         with keeping_answers(partial_log(recipe)) as file:
             results = decode_all(lineup, recipe, contenders, asked, file, rejects)
             file.close()
-            notes = [*relaxed_notes(recipe, contenders), *precision_notes(lineup, contenders)]
+            notes = [*answer_notes(recipe.target, lineup.tokenizer), *relaxed_notes(recipe, contenders)]
+            notes += precision_notes(lineup, contenders)
             notes += [rejects.summary()] if rejects.total else []
             publish_results(recipe, lineup, contenders, results, notes=notes)
 
@@ -265,7 +267,7 @@ def print_evaluation_plan(recipe: Recipe, asked: list[Question], contenders: Seq
     print(f"decoded by   {'; '.join(plain)}")
     for contender in contenders:
         print(f"             {contender.name}: {limits_text(contender)}")
-    for note in relaxed_notes(recipe, contenders):
+    for note in (*answer_notes(recipe.target, load_tokenizer(recipe.target)), *relaxed_notes(recipe, contenders)):
         print(note)
     names = [*plain, *(contender.name for contender in contenders)]
     answers = turns.total() * len(names)

@@ -11,6 +11,7 @@ if __name__ == "__main__":
 import argparse
 import atexit
 import errno
+import io
 import logging
 import os
 import select
@@ -127,6 +128,9 @@ def run(main: Callable[[], None], many_processes: bool = False) -> None:
     """
     _quiet_third_parties()
     sys.argv[1:] = map(with_home, sys.argv[1:])  # shells expand `~` only where a word begins
+    for stream in (sys.stdout, sys.stderr):  # a terminal without some character shows its number
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if many_processes and world_size() > 1:
         with _no_finalization():
             _run(main, many_processes)

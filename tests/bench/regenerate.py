@@ -16,9 +16,10 @@ import torch
 from transformers import GenerationConfig
 
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
-from draftsmith.models.chat import load_tokenizer, render_prompt, stop_ids
+from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.turn_ends import stop_ids
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.stdlib import stdlib_conversations
 from draftsmith.recipes.schema import TargetSection
@@ -73,7 +74,7 @@ def main() -> None:
     args = parser.parse_args()
     section = TargetSection(model=args.target, dtype="float32")
     model, tokenizer = load_causal_lm(section), load_tokenizer(section)
-    stops = stop_ids(tokenizer, model.generation_config)
+    stops = stop_ids(tokenizer)
     questions = list(stdlib_conversations("heldout"))[: args.prompts]
     prompts = [list(render_prompt(tokenizer, question["messages"][:1])) for question in questions]
     plain = Writer(Target(model, capture_layers=(0,)), settings_of(args, stops))

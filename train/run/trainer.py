@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
 from draftsmith.data_gen.states.stored_target import StoredTarget
-from draftsmith.models.chat import load_config, load_generation_config, load_tokenizer, stop_ids
+from draftsmith.models.chat import load_config, load_tokenizer
 from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout, written
 from draftsmith.models.costs import target_size
 from draftsmith.models.formats.exporting import check_export
@@ -24,6 +24,7 @@ from draftsmith.models.formats.named_drafters import with_start
 from draftsmith.models.guidance import loaded_target
 from draftsmith.models.quantize import target_changes
 from draftsmith.models.target import Target
+from draftsmith.models.turn_ends import stop_ids
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.launch import rank, world_size
 from draftsmith.recipes.errors import UserError
@@ -104,7 +105,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
     section = recipe.target
     inputs = read_inputs(recipe, tokenizer)
     rows, validation_rows, store = inputs.rows, inputs.validation_rows, inputs.store
-    stops = stop_ids(tokenizer, load_generation_config(section))
+    stops = stop_ids(tokenizer)
     replay = ValidationReplay.of(recipe, validation_rows, inputs.vocab, inputs.fingerprint, stops)
     check_best(recipe.train.keep_best, validation_rows, replay)
     digests = digests_of(rows, validation_rows)

@@ -1,0 +1,130 @@
+"""Where the target's answers end: its stop tokens, and what its chat template writes behind an answer.
+
+    template with an end of turn      <user> Go <assistant> Yes <end>          the target writes <end>
+    template without one (GLM)        <user> Go <assistant> Yes <user> ...     it writes the next role's marker, which
+                                                                               its generation config names as a stop
+
+Both are found by rendering two conversations that differ in the last answer only. Regeneration, evaluation, training
+rows, draft vocabularies and plans take their stop tokens from here.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.models.chat import RenderError, is_harmony, load_generation_config, named_stop_ids, render
+from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.schema import TargetSection
+
+# Conversations for probes of a template; the two answers share no token.
+ASKED: dict[str, Any] = {"role": "user", "content": "Go"}
+ANSWERS = ({"role": "assistant", "content": "Yes"}, {"role": "assistant", "content": "12"})
+_CALL = {"type": "function", "id": "call00001", "function": {"name": "look", "arguments": {"at": "it"}}}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+RESULT = {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": "it"}
+
+# Settings of generation configs that change what a target writes and that decoding does not apply, with neutral values.
+_NOT_APPLIED = {
+    **{"repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1},
+    **{"min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "min_new_tokens": 0},
+    **{"suppress_tokens": [], "begin_suppress_tokens": [], "bad_words_ids": [], "sequence_bias": {}},
+}
+
+
+class TurnEnds(NamedTuple):
+    """How answers end."""
+
+    stops: frozenset[int]  # tokens that end an answer
+    usual: int | None  # the one that the template writes behind an answer; None: none
+    unnamed: int | None  # the same, where neither generation config nor tokenizer names it
+    behind: dict[str, tuple[int, ...]]  # what the target writes behind an answer, by the next message's role; the stop
+    # token is last. Empty for templates that write it themselves, and for those whose stop token is unknown
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end an answer, ascending: those of the generation config, the tokenizer and the template's turns.
+
+    Args:
+        tokenizer: by `load_tokenizer`, which reads the generation config.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not (stops := turn_ends(tokenizer).stops):
+        raise UserError(
+            "target.model: neither generation_config.json nor the tokenizer names a stop token (eos_token_id), and the "
+            "chat template ends no turn with a special token; answers would never end"
+        )
+    return tuple(sorted(stops))
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
+    """How answers end by the tokenizer's chat template. Kept with the tokenizer."""
+    named = named_stop_ids(tokenizer)
+    key = tokenizer.chat_template, named
+    kept = getattr(tokenizer, _KEPT, None)
+    if kept is None or kept[0] != key:
+        kept = key, _turn_ends(tokenizer, named)
+        setattr(tokenizer, _KEPT, kept)
+    return kept[1]
+
+
+_KEPT = "turn_ends"
+
+
+def _turn_ends(tokenizer: PreTrainedTokenizerBase, named: frozenset[int]) -> TurnEnds:
+    ending = _ending(tokenizer)
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    first = next((i for i in ending if not is_blank(tokenizer, [i])), None)
+    # Harmony's <|end|> ends a channel.
+    found = first in special and not named.intersection(ending) and not is_harmony(tokenizer)
+    stops = named | {first} if found and first is not None else named
+    behind: dict[str, tuple[int, ...]] = {}
+    if not stops.intersection(ending):
+        for role, messages in (("user", [ASKED, ANSWERS[0], ASKED]), ("tool", [ASKED, CALLED, RESULT])):
+            behind[role] = _until_stop(tokenizer, messages, stops)
+    usual = next((i for i in (*ending, *behind.get("user", ())) if i in stops), None)
+    return TurnEnds(stops, usual, first if found else None, behind)
+
+
+def _ending(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the template writes behind the last answer; empty where that does not show."""
+    try:
+        one, other = (list(render(tokenizer, [ASKED, answer])) for answer in ANSWERS)
+    except RenderError:
+        return []
+    shared = next((n for n, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=False)) if a != b), 0)
+    return one[len(one) - shared :]
+
+
+def _until_stop(tokenizer: PreTrainedTokenizerBase, messages: list[Any], stops: frozenset[int]) -> tuple[int, ...]:
+    """What stands between the last but one message, an answer, and the end of the next stop token; blanks may precede
+    it."""
+    try:
+        answered, followed = render(tokenizer, messages[:-1]), render(tokenizer, messages)
+    except RenderError:
+        return ()
+    behind = followed[len(answered) :] if followed.begins_with(answered) else []
+    at = next((n for n, i in enumerate(behind) if i in stops), None)
+    return tuple(behind[: at + 1]) if at is not None and is_blank(tokenizer, behind[:at]) else ()
+
+
+def is_blank(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], skip_special_tokens: bool = False) -> bool:
+    return not str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)).strip()
+
+
+def answer_notes(section: TargetSection, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Sentences about answers that differ from what the target's generation config asks for."""
+    config, unnamed, notes = load_generation_config(section), turn_ends(tokenizer).unnamed, []
+    if unnamed is not None:
+        notes.append(
+            f"note: the chat template ends turns with {tokenizer.convert_ids_to_tokens(unnamed)!r}, and neither "
+            "generation_config.json nor the tokenizer names it as a stop token (eos_token_id): answers end there. An "
+            "engine that serves the target must be told"
+        )
+    for key, neutral in _NOT_APPLIED.items():
+        value = getattr(config, key, None)
+        if value is not None and value != neutral:
+            notes.append(f"note: the target's generation_config asks for {key} {short(value)}; it is not applied")
+    return notes

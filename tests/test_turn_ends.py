@@ -1,0 +1,247 @@
+"""Where answers end and begin, by templates of every habit: stop tokens, and what recorded answers supervise."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draftsmith.data_gen import conversations
+from draftsmith.data_gen.rows.training_rows import TrainingRow, rows_of, turns_of_messages
+from draftsmith.data_gen.server.answers import Vocabulary
+from draftsmith.models.chat import decode_answer, load_config, load_tokenizer, render_prompt
+from draftsmith.models.turn_ends import answer_notes, stop_ids, turn_ends
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection
+from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
+from tests.replay_cases import write_lines
+from tests.training_runs import run_main
+
+# As SmolLM3 does it: tags around header, empty thought and answer; the prompt brings the first two in this mode.
+SMOL = (
+    "{%- set thought = '' if messages and '/think' in messages[0].content else '<think>\\n\\n</think>\\n' -%}"
+    "{%- for m in messages -%}"
+    "{%- if m.role == 'assistant' -%}"
+    "{% generation %}{{ '<|assistant|>\\n' + thought + m.content + '<|end|>\\n' }}{% endgeneration %}"
+    "{%- else -%}{{ '<|user|>\\n' + m.content + '<|end|>\\n' }}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' + thought }}{%- endif -%}"
+)
+# As GLM does it: no end of turn. The next role's marker is the stop token; results of tools have a marker of their own.
+GLM = (
+    "{%- for m in messages -%}"
+    "{%- if m.role == 'assistant' -%}"
+    "{{ '<|assistant|>\\n' }}{% generation %}{{ m.content }}"
+    "{%- for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% endgeneration %}"
+    "{%- else -%}{{ {'user': '<|user|>', 'tool': '<|observation|>'}[m.role] + '\\n' + m.content }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
+)
+GLM_SPECIAL = ("<|pad|>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>")  # ids 0-4
+TAGS = ("{% generation %}", "{% endgeneration %}")
+ASK, ANSWER = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on"}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+RESULT = {"role": "tool", "content": "the mat"}
+
+
+def saved(
+    directory: Path, tokenizer: Any, generation: dict[str, Any] | None = None, config: dict[str, Any] | None = None
+) -> TargetSection:
+    """A target without weights: its tokenizer, its config and its generation config."""
+    tokenizer.save_pretrained(directory)
+    settings = make_target(num_layers=1).config.to_dict() | {"eos_token_id": None, **(config or {})}
+    (directory / "config.json").write_text(json.dumps(settings))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return TargetSection(model=str(directory))
+
+
+def untagged(template: str) -> str:
+    return template.replace(TAGS[0], "").replace(TAGS[1], "")
+
+
+def glm(directory: Path, template: str = GLM) -> Any:
+    tokenizer = make_tokenizer(template, GLM_SPECIAL, {"pad_token": "<|pad|>", "eos_token": "<|endoftext|>"})
+    return load_tokenizer(saved(directory, tokenizer, {"eos_token_id": [1, 2, 4]}))
+
+
+def rows(tokenizer: Any, *messages: dict[str, Any]) -> list[TrainingRow]:
+    return list(rows_of("c", turns_of_messages(tokenizer, messages)))
+
+
+def texts(tokenizer: Any, *messages: dict[str, Any]) -> list[str]:
+    """What is supervised; each span begins where a prompt of the target ends."""
+    found, asked = [], []
+    for row in rows(tokenizer, *messages):
+        found += [str(tokenizer.decode(row.input_ids[start:end])) for start, end in row.spans]
+        asked += [row.input_ids[:start] for start, _ in row.spans]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    assert asked == [list(render_prompt(tokenizer, messages[:i])) for i in answers]
+    return found
+
+
+# What is supervised.
+
+
+@pytest.mark.parametrize("template", [SMOL, untagged(SMOL)], ids=["tagged", "untagged"])
+@pytest.mark.parametrize("mode", ["", " /think"])
+def test_header_and_empty_thought_of_the_prompt_are_not_supervised(template: str, mode: str) -> None:
+    tokenizer = make_tokenizer(template)
+    asked = {"role": "user", "content": f"the cat{mode}"}
+    talk = [asked, ANSWER, ASK, ANSWER, ANSWER]  # two answers in a row: the tags mark them as one
+    assert texts(tokenizer, *talk) == ["sat on<|end|>"] * 3
+
+
+@pytest.mark.parametrize("template", [GLM, untagged(GLM)], ids=["tagged", "untagged"])
+def test_the_next_roles_marker_is_supervised_where_it_is_the_stop_token(tmp_path: Path, template: str) -> None:
+    tokenizer = glm(tmp_path, template)
+    talk = [ASK, ANSWER, ASK, CALLED, RESULT, ANSWER]
+    assert texts(tokenizer, *talk) == ["sat on<|user|>", "look<|observation|>", "sat on<|user|>"]
+    assert len(rows(tokenizer, *talk)) == 1  # the stop token opens the next message
+    assert texts(tokenizer, ASK, CALLED) == ["look<|observation|>"]
+    # An answer that another answer follows does not end there.
+    assert texts(tokenizer, ASK, ANSWER, ANSWER) == ["sat on", "sat on<|user|>"]
+
+
+def test_blanks_before_the_marker_are_supervised(tmp_path: Path) -> None:
+    tokenizer = glm(tmp_path, untagged(GLM).replace("'<|user|>'", "('\\n' if not loop.first else '') + '<|user|>'"))
+    assert texts(tokenizer, ASK, ANSWER, ASK, ANSWER) == ["sat on\n<|user|>"] * 2
+
+
+def test_a_marker_that_is_no_stop_token_ends_nothing(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(GLM, GLM_SPECIAL, {"pad_token": "<|pad|>", "eos_token": "<|endoftext|>"})
+    assert texts(tokenizer, ASK, ANSWER, ASK, ANSWER) == ["sat on", "sat on"]
+    assert turn_ends(tokenizer) == (frozenset({1}), None, None, {"user": (), "tool": ()})
+
+
+def test_what_a_template_writes_behind_the_stop_token_is_not_supervised(tmp_path: Path) -> None:
+    """Phi-3 ends a conversation with its end of text."""
+    template = CHAT_TEMPLATE.replace(
+        "{%- if add_g", "{%- if not add_generation_prompt %}\n<|pad|>{% endif %}{%- if add_g"
+    )
+    for each in (template, untagged(template)):
+        section = saved(
+            tmp_path / str(len(each)), make_tokenizer(each, roles={"eos_token": "<|pad|>"}), {"eos_token_id": 4}
+        )
+        assert texts(load_tokenizer(section), ASK, ANSWER) == ["sat on<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "remark"),
+    [
+        (CHAT_TEMPLATE, ""),
+        (SMOL, "generation tags also mark what the generation prompt brings"),
+        (
+            CHAT_TEMPLATE.replace("{% generation %}", "\n{% generation %}"),
+            "generation tags leave out tokens between the generation prompt and the answer",
+        ),
+        (
+            CHAT_TEMPLATE.replace("_prompt -%}<|assistant|>", "_prompt -%}<|assistant|>{{ ' ' }}"),
+            "the template writes another header before an answer than in the generation prompt",
+        ),
+        (
+            untagged(CHAT_TEMPLATE).replace("<|assistant|>{{", "<|assistant|><think>\n\n</think>\n{{"),
+            "the template writes an empty thought, which the generation prompt lacks",
+        ),
+    ],
+    ids=["agree", "header", "gap", "other header", "empty thought"],
+)
+def test_tags_that_disagree_with_the_generation_prompt(template: str, remark: str) -> None:
+    (row,) = rows(make_tokenizer(template), ASK, ANSWER)
+    assert row.remarks == ((remark,) if remark else ())
+
+
+def test_show_says_where_tags_prompts_and_stop_tokens_disagree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = make_tokenizer(
+        SMOL.replace("m.content + '<|end|>", "m.content + '").replace("{{ '<|user", "{{ '<|end|><|user")
+    )
+    section = saved(tmp_path, tokenizer)
+    write_lines(tmp_path / "conversations.jsonl", {"messages": [ASK, ANSWER, ASK, ANSWER]}, {"messages": [ASK, ANSWER]})
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({"output_dir": str(tmp_path), "target": {"model": section.model}}))
+    run_main(conversations, tmp_path / "r.yaml", "--show", "1")
+    said = capsys.readouterr().out
+    assert "[[sat on\n<|end|>]]" in said
+    assert "note: 3 of 3 answers: generation tags also mark what the generation prompt brings\n" in said
+    assert "no stop token" not in said
+    saved(tmp_path, make_tokenizer(GLM, GLM_SPECIAL, {"eos_token": "<|endoftext|>"}))
+    run_main(conversations, tmp_path / "r.yaml", "--show", "0")
+    assert "note: 3 of 3 answers: no stop token ends them\n" in capsys.readouterr().out
+
+
+# Stop tokens.
+
+
+def test_stop_tokens_of_generation_config_tokenizer_and_template(tmp_path: Path) -> None:
+    assert stop_ids(make_tokenizer()) == (4,)
+    beyond = [9, 7, 320, -1]  # 320 rows
+    assert stop_ids(load_tokenizer(saved(tmp_path, make_tokenizer(), {"eos_token_id": beyond}))) == (4, 7, 9)
+    assert stop_ids(load_tokenizer(saved(tmp_path / "c", make_tokenizer(), config={"eos_token_id": 9}))) == (4, 9)
+    with pytest.raises(UserError, match=r"names a stop token .*ends no turn with a special token"):
+        stop_ids(make_tokenizer(CHAT_TEMPLATE.replace("<|end|>", ""), roles={}))
+
+
+def test_an_end_of_turn_that_nothing_names_is_a_stop_token(tmp_path: Path) -> None:
+    """Base models tuned on chat, and the first Llama-3: <|end|> ends turns, another token ends texts."""
+    section = saved(tmp_path, make_tokenizer(roles={"eos_token": "<|pad|>"}), {"eos_token_id": 0})
+    tokenizer: Any = load_tokenizer(section)
+    assert stop_ids(tokenizer) == (0, 4) and turn_ends(tokenizer).unnamed == 4
+    assert texts(tokenizer, ASK, ANSWER) == ["sat on<|end|>"]
+    with pytest.raises(ValueError, match=r"stop token inside: .* continues after '<\|end\|>'"):
+        texts(tokenizer, ASK, {"role": "assistant", "content": "a<|end|>b"})
+    assert Vocabulary(tokenizer, 320, stop_ids(tokenizer)).usual_stop == 4  # what servers strip
+    (note,) = answer_notes(section, tokenizer)
+    assert "ends turns with '<|end|>'" in note and "eos_token_id" in note
+    named = saved(tmp_path / "named", make_tokenizer(roles={"eos_token": "<|pad|>"}), {"eos_token_id": [0, 4]})
+    assert answer_notes(named, load_tokenizer(named)) == []
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHAT_TEMPLATE.replace("<|end|>{% endg", "</s>{% endg"),  # ordinary text ends turns
+        CHAT_TEMPLATE.replace("{{ message['content'] }}<|end|>{% endg", "<|end|>{% endg"),  # shows no answer
+        CHAT_TEMPLATE.replace("{%- for", "{{ raise_exception('no') }}{%- for", 1),
+        CHAT_TEMPLATE.replace("<|end|>{% endg", " <|pad|><|end|>{% endg"),  # a named stop token follows
+    ],
+)
+def test_what_is_no_end_of_turn(template: str) -> None:
+    tokenizer = make_tokenizer(template, roles={"eos_token": "<|pad|>"})
+    assert turn_ends(tokenizer)[:3:2] == (frozenset({0}), None)
+
+
+def test_the_end_of_a_harmony_channel_ends_no_answer() -> None:
+    special = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+    template = CHAT_TEMPLATE.replace("<|assistant|>", "<|start|>assistant<|channel|>final<|message|>")
+    assert turn_ends(make_tokenizer(template, special, {"eos_token": "<|return|>"})).stops == {4}
+
+
+def test_stop_tokens_that_are_not_special_stay_out_of_the_next_prompt(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(roles={"eos_token": "<|pad|>"})
+    tokenizer.add_tokens(["<stop>"])
+    stop = tokenizer.convert_tokens_to_ids("<stop>")
+    loaded = load_tokenizer(saved(tmp_path, tokenizer, {"eos_token_id": stop}))
+    assert decode_answer(loaded, [*loaded("sat on")["input_ids"], stop]) == "sat on"
+
+
+@pytest.mark.parametrize("named", ["4", "</s>", [4, "<|end|>"], 4.0, True])
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_a_stop_token_that_is_no_id_is_refused(tmp_path: Path, file: str, named: Any) -> None:
+    settings: dict[str, Any] = {"eos_token_id": named}
+    where = {"generation": settings} if file == "generation_config.json" else {"config": settings}
+    section = saved(tmp_path, make_tokenizer(), **where)
+    with pytest.raises(UserError, match=rf"target\.model: the {file} of .*eos_token_id.*in a copy"):
+        load_tokenizer(section)
+    if file == "config.json":
+        with pytest.raises(UserError, match=rf"target\.model: the {file} of .*eos_token_id"):
+            load_config(section)
+
+
+def test_settings_that_decoding_does_not_apply_are_named(tmp_path: Path) -> None:
+    asked = {"repetition_penalty": 1.05, "top_p": 0.8, "temperature": 0.6, "min_p": 0.0, "suppress_tokens": [3]}
+    section = saved(tmp_path, make_tokenizer(), asked)
+    assert answer_notes(section, load_tokenizer(section)) == [
+        "note: the target's generation_config asks for repetition_penalty 1.05; it is not applied",
+        "note: the target's generation_config asks for suppress_tokens [3]; it is not applied",
+    ]
