@@ -448,6 +448,19 @@ def test_plan_of_regeneration(
     assert "CANNOT WORK: no room for an answer" in printed["long"]
 
 
+@pytest.mark.parametrize("script", [regenerate, acceptance])
+def test_plans_name_what_answers_do_not_follow(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "the cat"}) + "\n")
+    path = recipe_file(tmp_path, data={"prompts": str(prompts)}, eval={"prompts": str(prompts)})
+    make_tokenizer(roles={"eos_token": "<|pad|>"}).save_pretrained(tmp_path / "target")
+    (tmp_path / "target/generation_config.json").write_text('{"eos_token_id": 0, "repetition_penalty": 1.05}')
+    run_main(script, path, "--plan")
+    said = capsys.readouterr().out
+    assert "note: the chat template ends turns with '<|end|>'" in said
+    assert "asks for repetition_penalty 1.05; it is not applied" in said
+
+
 def test_plan_of_the_evaluation_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "the cat"}) + "\n")
@@ -533,10 +546,10 @@ def test_plan_compares_with_the_device_and_names_what_to_lower(tmp_path: Path) -
 
 
 def test_counted_data_is_in_the_rows() -> None:
-    from draftsmith.data_gen.rows.training_rows import rows_of
+    from draftsmith.data_gen.rows.training_rows import Turn, rows_of
 
-    rows = list(rows_of("a", [(Prompt([1, 2, 3]), [4, 5, 6]), (Prompt([1, 2, 3, 4, 5, 6, 7]), [8, 9])])) + list(
-        rows_of("b", [(Prompt([1]), [2, 3])])
+    rows = list(rows_of("a", [Turn(Prompt([1, 2, 3]), [4, 5, 6]), Turn(Prompt([1, 2, 3, 4, 5, 6, 7]), [8, 9])])) + list(
+        rows_of("b", [Turn(Prompt([1]), [2, 3])])
     )
     data = counted_data(rows, [], batch_size=2, seed=0, packing=False)
     assert (data.rows, data.tokens, data.supervised) == (2, 12, 7)

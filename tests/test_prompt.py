@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow, rows_of
+from draftsmith.data_gen.rows.training_rows import TrainingRow, Turn, rows_of
 from draftsmith.data_gen.states.store import key_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
@@ -170,8 +170,8 @@ def test_turns_join_to_rows_only_where_their_inserts_do() -> None:
     target = small_target()
     first = with_insert(target, TEXT, 1, 4)
     again, other = first.then([7, 8, 9]), with_insert(target, TEXT, 1, 4, 2.0).then([7, 8, 9])
-    assert [row.spans for row in rows_of("a", [(first, [7, 8]), (again, [10])])] == [[(6, 8), (9, 10)]]
-    rows = list(rows_of("a", [(first, [7, 8]), (other, [10])]))
+    assert [row.spans for row in rows_of("a", [Turn(first, [7, 8]), Turn(again, [10])])] == [[(6, 8), (9, 10)]]
+    rows = list(rows_of("a", [Turn(first, [7, 8]), Turn(other, [10])]))
     assert [row.spans for row in rows] == [[(6, 8)], [(9, 10)]]
     assert [row.inserts for row in rows] == [first.inserts, other.inserts]
 

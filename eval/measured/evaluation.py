@@ -73,6 +73,8 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
         # Pictures that have no file are stored beside the answers.
         folder = generations_path(recipe).with_suffix(".pictures")
         asked = recipe_questions(recipe, rejects, data_url if plan else partial(store_picture, folder=folder))
+        for note in answer_notes(recipe.target, load_tokenizer(recipe.target)):
+            print(note)
         if plan:
             print_evaluation_plan(recipe, asked, contenders)
             if full:
@@ -87,8 +89,7 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
         with keeping_answers(partial_log(recipe)) as file:
             results = decode_all(lineup, recipe, contenders, asked, file, rejects)
             file.close()
-            notes = [*answer_notes(recipe.target, lineup.tokenizer), *relaxed_notes(recipe, contenders)]
-            notes += precision_notes(lineup, contenders)
+            notes = [*relaxed_notes(recipe, contenders), *precision_notes(lineup, contenders)]
             notes += [rejects.summary()] if rejects.total else []
             publish_results(recipe, lineup, contenders, results, notes=notes)
 
@@ -267,7 +268,7 @@ def print_evaluation_plan(recipe: Recipe, asked: list[Question], contenders: Seq
     print(f"decoded by   {'; '.join(plain)}")
     for contender in contenders:
         print(f"             {contender.name}: {limits_text(contender)}")
-    for note in (*answer_notes(recipe.target, load_tokenizer(recipe.target)), *relaxed_notes(recipe, contenders)):
+    for note in relaxed_notes(recipe, contenders):
         print(note)
     names = [*plain, *(contender.name for contender in contenders)]
     answers = turns.total() * len(names)
