@@ -221,7 +221,7 @@ def test_stop_tokens_that_are_not_special_stay_out_of_the_next_prompt(tmp_path: 
     tokenizer = make_tokenizer(roles={"eos_token": "<|pad|>"})
     tokenizer.add_tokens(["<stop>"])
     stop = tokenizer.convert_tokens_to_ids("<stop>")
-    loaded = load_tokenizer(saved(tmp_path, tokenizer, {"eos_token_id": stop}))
+    loaded: Any = load_tokenizer(saved(tmp_path, tokenizer, {"eos_token_id": stop}))
     assert decode_answer(loaded, [*loaded("sat on")["input_ids"], stop]) == "sat on"
 
 
