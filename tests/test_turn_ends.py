@@ -220,7 +220,7 @@ def test_the_end_of_a_harmony_channel_ends_no_answer() -> None:
 def test_stop_tokens_that_are_not_special_stay_out_of_the_next_prompt(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(roles={"eos_token": "<|pad|>"})
     tokenizer.add_tokens(["<stop>"])
-    stop = tokenizer.convert_tokens_to_ids("<stop>")
+    stop: Any = tokenizer.convert_tokens_to_ids("<stop>")
     loaded: Any = load_tokenizer(saved(tmp_path, tokenizer, {"eos_token_id": stop}))
     assert decode_answer(loaded, [*loaded("sat on")["input_ids"], stop]) == "sat on"
 
