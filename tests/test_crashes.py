@@ -1,7 +1,7 @@
 """Killed at any moment, nothing is lost, nothing is twice, and the losses are the same.
 
-The exhaustive tests kill regeneration and training 200 times each, half of the times by the clock and half at a drawn write,
-rename or fsync; the quick ones die at the moments that were once wrong, and meet full disks, SIGTERM and Ctrl-C.
+The exhaustive tests kill regeneration and training 200 times each, half of the times by the clock and half at a drawn
+write, rename or fsync; the quick ones die at the moments that were once wrong, and meet full disks, SIGTERM and Ctrl-C.
 """
 
 import json

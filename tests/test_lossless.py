@@ -1,9 +1,9 @@
 """Greedy decoding gives the target's own tokens, whoever drafts, however trees grow, whatever is draftable.
 
 A combination is (target, proposer, policy, vocabulary, answers side by side). The slow test runs all of them with a
-Llama, the exhaustive ones with each other family as many as it takes for any three of the other values to meet. `make test` runs a few,
-in which every proposer and every policy occurs. A policy reads distributions and nothing else of its proposer. Sampling
-is tested in tests/test_sampling.py, families of targets in tests/test_targets.py.
+Llama, the exhaustive ones with each other family as many as it takes for any three of the other values to meet. `make
+test` runs a few, in which every proposer and every policy occurs. A policy reads distributions and nothing else of its
+proposer. Sampling is tested in tests/test_sampling.py, families of targets in tests/test_targets.py.
 """
 
 import itertools

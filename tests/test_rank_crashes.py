@@ -1,8 +1,8 @@
 """Killed at any moment, two ranks go on as if nothing had been, under DDP and ZeRO.
 
-The exhaustive test kills 200 times: both ranks at once or one of them, half of the times by the clock and half at a drawn
-write, rename, fsync or collective. A sum of two ranks does not depend on who comes first, so a run that goes on is
-compared bit for bit with one that nothing interrupts.
+The exhaustive test kills 200 times: both ranks at once or one of them, half of the times by the clock and half at a
+drawn write, rename, fsync or collective. A sum of two ranks does not depend on who comes first, so a run that goes on
+is compared bit for bit with one that nothing interrupts.
 """
 
 import os
