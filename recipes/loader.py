@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from draftsmith.recipes.errors import UserError, first_line, short
 from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, benchmark_of
-from draftsmith.recipes.prompts.reader import check_source
+from draftsmith.recipes.prompts.sources import check_source, file_sources
 from draftsmith.recipes.schema import ImpossibleSettings, Recipe
 
 KeyPath = tuple[str | int, ...]
@@ -368,7 +368,8 @@ def _missing_files(source: _Source) -> list[str]:
     template = _raw(source, ("target", "chat_template"))
     if isinstance(template, str) and not Path(template).is_file():
         problems["target", "chat_template"] = f"no such file: {template}"
-    conversations = _raw(source, ("data", "conversations"))
+    conversations, output = _raw(source, ("data", "conversations")), _raw(source, ("output_dir",))
+    written = _identified(str(conversations or Path(str(output)) / "conversations.jsonl"))
     for key in ("data", "eval"):
         seen: dict[str, str] = {}
         given = _raw(source, (key, "prompts"))
@@ -376,11 +377,12 @@ def _missing_files(source: _Source) -> list[str]:
             if not isinstance(name, str):
                 continue
             problem = check_source(name)
-            if (same := _identified(name)) in seen:
-                problem = f"{name} is given twice, first as {seen[same]}"
-            elif conversations and same == _identified(str(conversations)):
-                problem = f"{name} is data.conversations, too; name another file there, regenerate would write to it"
-            seen[same] = name
+            for part in file_sources(name):
+                if (same := _identified(part)) in seen:
+                    problem = f"{part} is given twice, first as {seen[same]}"
+                elif same == written and (conversations or part != name):
+                    problem = f"{part} is data.conversations, too; name another file there, regenerate writes to it"
+                seen[same] = name
             problems[(key, "prompts", index) if isinstance(given, list) else (key, "prompts")] = problem
     for path in (("output_dir",), ("data", "conversations"), ("data", "reprompt", "out"), ("eval", "out")):
         if isinstance(written := _raw(source, path), str):

@@ -218,6 +218,17 @@ def test_other_prompts_are_refused_where_a_drafter_was_trained(stages: Stages, t
     assert stages.run() == []
 
 
+def test_files_of_a_pattern_are_compared_by_content(stages: Stages, tmp_path: Path) -> None:
+    parts = [f"data.prompts={tmp_path}/prompts*.jsonl", f"output_dir={tmp_path / 'other'}"]
+    assert stages.run(*parts) == ALL and stages.run(*parts) == []
+    more = tmp_path / "prompts2.jsonl"
+    more.write_text('{"prompt": "b"}\n')
+    with pytest.raises(UserError, match=r"^data: these are other prompts, or other answers"):
+        stages.run(*parts)
+    more.unlink()
+    assert stages.run(*parts) == []
+
+
 def test_an_export_is_made_again_after_the_weights_and_the_measurement(stages: Stages) -> None:
     to = "export.to=vllm"
     assert stages.run() == ALL

@@ -83,6 +83,40 @@ def test_conversation_column_with_roles(tmp_path: Path):
     assert conversation.messages == [USER, ASSISTANT]
 
 
+def test_roles_and_keys_as_people_write_them(tmp_path: Path):
+    turns = [("User", "Q"), ("GPT ", "A"), ("prompter", "R"), ("AI", "B"), ("human", "S")]
+    for role, content, other in (("role", "value", {}), ("from", "content", {}), ("role", "text", {"content": None})):
+        messages = [{role: who, content: text} | other for who, text in turns]
+        (conversation,) = read(write_lines(tmp_path / "p.jsonl", {"conversations": messages}))
+        assert conversation.messages == [
+            {"role": "user" if text in "QRS" else "assistant", "content": text} for _, text in turns
+        ]
+    messages = [
+        {"from": "human", "value": "Q", "content": "-", "role": None},
+        {"role": "assistant", "content": "A", "value": "-"},
+    ]
+    (conversation,) = read(write_lines(tmp_path / "p.jsonl", {"messages": messages}))
+    assert [message["content"] for message in conversation.messages] == ["Q", "A"]
+
+
+def test_numbers_and_gaps_as_pandas_writes_them(tmp_path: Path):
+    lines = [
+        '{"id": 7.0, "instruction": "x", "input": NaN, "system": NaN, "image": NaN},',
+        '{"id": NaN, "instruction": "y"},',
+        '{"id": "", "prompt": "z"}',
+        '{"id": 7, "prompt": "again"}',
+    ]
+    rejects = Rejects(tmp_path / "rejects")
+    found = read(write_lines(tmp_path / "p.jsonl", *lines), rejects)
+    assert [(c.id, c.messages[0]["content"]) for c in found] == [("7", "x"), ("p.jsonl:2", "y"), ("p.jsonl:3", "z")]
+    (entry,) = kept(tmp_path / "rejects")
+    assert entry["reason"].startswith("duplicate id: '7' is also at ") and entry["line"] == 4
+    questions = write_lines(
+        tmp_path / "q.jsonl", '{"question_id": 81.0, "turns": ["x"]}', '{"question_id": NaN, "turns": ["y"]}'
+    )
+    assert [c.id for c in read(f"mt_bench:{questions}")] == ["mt_bench/81", "mt_bench/2"]
+
+
 def test_mt_bench_turns_are_user_turns(tmp_path: Path):
     record = {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."], "reference": ["x"]}
     (conversation,) = read(write_lines(tmp_path / "p.jsonl", record))
@@ -413,6 +447,8 @@ BAD_RECORDS = [
     ({"conversations": [{"from": "human"}]}, "wrong type: content of message 0 must be text or parts, this is null"),
     ({"messages": [{"role": "user", "content": 3}]}, "wrong type: content of message 0"),
     ({"messages": [USER, {"role": "assistant", "content": None}]}, "wrong type: content of message 1"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": " "}]}]}, "empty user turn: message 0"),
+    ({"messages": [{"role": 0, "content": "x"}]}, "unknown role: 0 of message 0"),
     ({"messages": [{"role": "user", "content": " \n"}]}, "empty user turn: message 0"),
     ({"messages": [{"role": "user", "content": []}]}, "empty user turn: message 0"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "wrong type: a content part of message 0"),
@@ -423,7 +459,7 @@ BAD_RECORDS = [
     ({"prompt": 3}, "wrong type: `prompt` must be text, this is a number"),
     ({"prompt": "x", "id": 1.5}, "wrong type: `id` must be text or a whole number, not 1.5"),
     ({"prompt": "x", "id": True}, "wrong type: `id`"),
-    ({"prompt": "x", "id": ""}, "wrong type: `id`"),
+    ({"prompt": "x", "id": []}, "wrong type: `id`"),
     ({"prompt": "x", "images": "a.png"}, "wrong type: `images` must be a list of paths"),
     ({"prompt": "x", "images": [{"bytes": "x"}]}, "wrong type: `images` must be a list of paths"),
     ({"prompt": "x", "meta": ["x"]}, "wrong type: `meta` must be an object, this is a list"),

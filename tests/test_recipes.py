@@ -304,6 +304,12 @@ def test_no_prompt_file_twice_and_none_is_overwritten(write, tmp_path: Path):
     for key in ("data.prompts", "eval.prompts"):
         (problem,) = problems_of(write(SMALLEST), f"{key}={path}", f"data.conversations={again}")
         assert f"`{key}`: {path} is data.conversations, too" in problem
+    (problem,) = problems_of(write(SMALLEST), f"data.prompts=[{path}, {tmp_path}/*.jsonl]")
+    assert f"`data.prompts.1`: {path} is given twice" in problem
+    (tmp_path / "conversations.jsonl").write_text('{"prompt": "y"}\n')  # as regenerate writes it
+    for source in (str(tmp_path), f"{tmp_path}/*.jsonl"):
+        (problem,) = problems_of(write(SMALLEST), f"data.prompts={source}", f"output_dir={tmp_path}")
+        assert f"`data.prompts`: {tmp_path}/conversations.jsonl is data.conversations, too" in problem
 
 
 def test_prompt_lookup_draws_nothing(write):

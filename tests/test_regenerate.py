@@ -238,6 +238,13 @@ def test_missing_prompts(place: Workspace) -> None:
         place.run("data.prompts=null")
 
 
+def test_answers_are_json_lines(place: Workspace) -> None:
+    place.write_prompts({"prompt": "a"})
+    for name in ("answers.parquet", "answers.jsonl.gz", "answers"):  # training would refuse or misread them
+        with pytest.raises(UserError, match=rf"^data.conversations: .*{name}: regenerate writes JSON lines"):
+            place.run(f"data.conversations={place.folder / name}")
+
+
 def test_plan_loads_no_model_and_writes_nothing(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     place.ask(6)
     monkeypatch.setattr(generators, "Lineup", None)

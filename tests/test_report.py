@@ -212,6 +212,9 @@ def test_every_contender_s_answers_are_logged_with_their_place(tmp_path: Path, m
     assert places == [place for place in expected for _ in (PLAIN, MAIN)]
     assert [r["question"] for r in records if r["contender"] == MAIN] == ["a", "b", "c"]
     assert records[1]["text"] == "the cat" and "".join(records[1]["token_texts"]) == "the cat<|end|>"
+    shards = [f"{tmp_path}/two/*.jsonl", f"{tmp_path}/o*.jsonl"]
+    named = [(question.id, question.benchmark) for question in benchmarks.load_questions(shards, rejects, 2)]
+    assert named == [("0", "two"), ("1", "two"), ("0", "o*")]
     first = benchmarks.load_questions([str(one)], rejects, None, first_turns_only=True)
     assert [len(question.turns) for question in first] == [1]
 

@@ -9,18 +9,16 @@ the corpus. Here a damaged file ends at the damage, as one rejected record; a pa
 groups.
 """
 
-import glob
-import gzip
 import hashlib
 import json
 import re
-import zlib
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftsmith.recipes.errors import UserError, first_line
+from draftsmith.recipes.files.input_files import DAMAGED, ending, is_packed, matching, open_bytes
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.records import COLUMNS, LIST_COLUMNS, json_type
 from draftsmith.recipes.prompts.sources import check_source, hub_parts, open_dataset, plain_row, rows_of_batch
@@ -32,7 +30,6 @@ PIECE_BYTES = 1 << 16  # of a text file; its end cuts about one token in tens of
 CHUNK_CHARACTERS = 1 << 20  # given to a process at once; large enough to hide the cost of the transfer
 CHECKED_FIRST = 50  # records; finds a wrong text_field before anything is counted
 ROWS_AT_ONCE = 256
-_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 # The end of a UTF-8 text that stops inside a character.
 _TORN_CHARACTER = re.compile(rb"(?:[\xc0-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xff][\x80-\xbf]{0,2})?\Z")
 
@@ -159,11 +156,7 @@ class Corpus:
 class FileCorpus(Corpus):
     def __init__(self, section: RankingSource):
         super().__init__(section)
-        found = [section.source] if Path(section.source).exists() else glob.glob(section.source, recursive=True)
-        by_place: dict[Path, str] = {}  # a pattern may find one file under several paths
-        for path in sorted(path for path in found if not Path(path).is_dir()):
-            by_place.setdefault(Path(path).resolve(), path)
-        self.files = list(by_place.values())
+        self.files = matching(section.source)
         self._sizes = [Path(path).stat().st_size for path in self.files]
         self.total = sum(self._sizes)
         self._at = (0, 0, 0)  # file, byte (unpacked) or row in it, lines before that
@@ -174,7 +167,7 @@ class FileCorpus(Corpus):
             return [f"{name}: is a folder; name its files by a pattern, for example {name.rstrip('/')}/*.txt"]
         if not self.files:
             return [f"{name}: no such file (a dataset is written hf:org/name:split, the target's answers `{ANSWERS}`)"]
-        if arrays := [path for path in self.files if _ending(path) == ".json"]:
+        if arrays := [path for path in self.files if ending(path) == ".json"]:
             return [f"{arrays[0]}: a .json array cannot be read piece by piece; write one record a line, as .jsonl"]
         return [] if self.total else [f"{name}: empty"]
 
@@ -188,7 +181,7 @@ class FileCorpus(Corpus):
         for index, path in islice(enumerate(self.files), first, None):
             self._at = (index, offset, line)
             try:
-                if _ending(path) == ".parquet":
+                if ending(path) == ".parquet":
                     yield from self._rows(path)
                 else:
                     yield from self._lines_or_pieces(path)
@@ -203,13 +196,13 @@ class FileCorpus(Corpus):
         """Bytes of the files before the position, plus the bytes before it in its own file if that is not packed."""
         index = position.get("file", 0)
         path = self.files[index] if index < len(self.files) else None
-        packed = path is None or _ending(path) == ".parquet" or path.endswith("gz")
+        packed = path is None or ending(path) == ".parquet" or is_packed(path)
         return sum(self._sizes[:index]) + (0 if packed else position.get("offset", 0))
 
     def _lines_or_pieces(self, path: str) -> Iterator[Item]:
         index, offset, line = self._at
-        kind = "line" if _ending(path) == ".jsonl" else "piece"
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+        kind = "line" if ending(path) == ".jsonl" else "piece"
+        with open_bytes(path) as file:
             try:
                 file.seek(offset)
                 for content in file if kind == "line" else _pieces(file):
@@ -223,7 +216,7 @@ class FileCorpus(Corpus):
                     self._at = (index, offset, line)
                     if kind == "piece" or content.removeprefix(b"\xef\xbb\xbf").strip():
                         yield Item(kind, path, place, content, opens)
-            except _DAMAGED as error:
+            except DAMAGED as error:
                 self._at = (index + 1, 0, 0)
                 yield Item("bad", path, line + 1, f"damaged file: {error}; what follows is lost", opens=False)
 
@@ -261,10 +254,6 @@ class FileCorpus(Corpus):
                     yield Item("bad", path, number + 1, reason, opens=False)
 
 
-def _ending(path: str) -> str:
-    return Path(path.removesuffix(".gz")).suffix.lower()
-
-
 def _pieces(file: Any) -> Iterator[bytes]:
     """The file in pieces of at most `PIECE_BYTES`, cut behind a line, else before a blank, else between characters.
 
@@ -275,7 +264,7 @@ def _pieces(file: Any) -> Iterator[bytes]:
     while True:
         try:
             block = file.read1(PIECE_BYTES - len(text))
-        except _DAMAGED:
+        except DAMAGED:
             if text:
                 yield text
             raise

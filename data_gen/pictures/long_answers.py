@@ -28,7 +28,7 @@ from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.prompts.sources import StorePicture
+from draftsmith.recipes.prompts.sources import StorePicture, file_sources
 from draftsmith.recipes.schema import Recipe, RepromptSection, as_list
 
 PLANNED = 200  # records that --plan reads
@@ -54,7 +54,7 @@ def main(command: Command) -> None:
     recipe, section = command.recipe, command.recipe.data.reprompt
     out = recipe.picture_prompts_path
     sources = as_list(section.sources)
-    if out.resolve() in [Path(source).resolve() for source in sources]:
+    if out.resolve() in [Path(part).resolve() for source in sources for part in file_sources(source)]:
         raise UserError(f"data.reprompt.out: {out} is one of data.reprompt.sources, and would be replaced")
     if recipe.export.to is not None:  # else nothing here needs torch
         from draftsmith.models.formats.exporting import check_export

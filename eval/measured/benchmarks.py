@@ -114,17 +114,17 @@ def load_questions(
                 unseen |= store is None
                 rejects.add_conversation(conversation, str(error))
             else:
-                found.append(_question(asked, shown[source], first_turns_only))
+                found.append(_question(asked, source, shown[source], first_turns_only))
     if not found:
         advice = "; the target reads text only: name prompts of text, or a vision-language target" * unseen
         raise UserError(f"eval.prompts: nothing usable in {sources}; {rejects.summary()}{advice}")
     return found
 
 
-def _question(conversation: Conversation, source_name: str, first_turn_only: bool) -> Question:
+def _question(conversation: Conversation, source: str, source_name: str, first_turn_only: bool) -> Question:
     turns = list(questions(conversation.messages))
     benchmark, category = conversation.meta.get("benchmark"), conversation.meta.get("category")
-    if benchmark == short_names([conversation.source])[conversation.source]:
+    if benchmark == short_names([source])[source]:
         benchmark = source_name  # another source has the same short name
     return Question(
         conversation.id,

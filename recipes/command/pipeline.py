@@ -10,8 +10,8 @@ the recipe trains, `build-sam` if a contender looks in the corpus that the recip
 export.to. Each stage is also a separate command. After Ctrl-C or a kill, the same command continues.
 
 <output_dir>/stages.json records the inputs of each stage. A stage runs again if a setting that affects its result has
-changed, or the content of a file that it reads or wrote. The printed list of stages gives the reason. Hub datasets,
-folders and patterns are compared by name only. To run a stage regardless, call it by its name.
+changed, or the content of a file that it reads or wrote. The printed list of stages gives the reason. Hub datasets, and
+patterns of data.ranking and data.sam, are compared by name only. To run a stage regardless, call it by its name.
 """
 
 import contextlib
@@ -35,6 +35,7 @@ from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.benchmarks import benchmark_of
+from draftsmith.recipes.prompts.sources import file_sources
 from draftsmith.recipes.schema import Recipe, as_list
 
 REMEMBERED = "stages.json"
@@ -181,7 +182,7 @@ def _reads(recipe: Recipe, stage: str) -> list[Path]:
         + {
             "reprompt": _sources(recipe.data.reprompt.sources),
             "regenerate": [*_sources(recipe.data.prompts), *evaluated],
-            "rank-vocab": [conversations, *start, *_sources([each.source for each in recipe.data.ranking.sources])],
+            "rank-vocab": [conversations, *start, *_files([each.source for each in recipe.data.ranking.sources])],
             "capture": [conversations],
             "train": [conversations, recipe.draft_vocab_path, *states, *start],
             "label-trees": [
@@ -191,7 +192,7 @@ def _reads(recipe: Recipe, stage: str) -> list[Path]:
             "train-c2t": [recipe.classifier_rows_dir / "manifest.json"],
             "build-sam": [
                 *([conversations] if "answers" in recipe.data.sam.names else []),
-                *_sources(recipe.data.sam.names),
+                *_files(recipe.data.sam.names),
             ],
             "evaluate": [
                 *recipe.static_sams,
@@ -272,9 +273,14 @@ def _replays(recipe: Recipe) -> bool:
 
 
 def _sources(sources: str | list[str] | None) -> list[Path]:
-    """The local files among prompt sources; folders and patterns count by their names."""
-    paths = [(benchmark_of(name) or (None, None))[1] or name for name in as_list(sources)]
-    return [Path(path) for path in paths if Path(path).is_file()]
+    """The local files of prompt sources."""
+    parts = [part for name in as_list(sources) for part in file_sources(name)]
+    return _files([(benchmark_of(part) or (None, None))[1] or part for part in parts])
+
+
+def _files(names: list[str]) -> list[Path]:
+    """The local files among corpora; patterns count by their names."""
+    return [Path(name) for name in names if Path(name).is_file()]
 
 
 def _unwritten(

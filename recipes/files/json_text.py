@@ -1,6 +1,7 @@
 """Parses foreign JSON. Raises ValueError for unusable text, including deep nesting."""
 
 import json
+import math
 from typing import Any
 
 # Deeper than real data. Writing, comparing and rendering values is recursive and must not exhaust the stack.
@@ -20,6 +21,16 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"malformed JSON: {error}") from None
     check_depth(value, text.count("[") + text.count("{"))
     return value
+
+
+def whole_number(value: Any) -> Any:
+    """`value`, but floats as their author meant them: pandas writes a column of whole numbers with a gap as 1.0, NaN.
+
+    1.0 becomes 1, and NaN None.
+    """
+    if not isinstance(value, float):
+        return value
+    return None if math.isnan(value) else int(value) if value.is_integer() else value
 
 
 def check_depth(value: Any, brackets: int) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.hub import check_dataset
+from draftsmith.recipes.files.json_text import whole_number
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ def known_forms(name: str, record: Any, line: int) -> Any:
     if not isinstance(record, dict):
         return record
     record = dict(record)
-    given = next((record[key] for key in ("question_id", "task_id", "id") if record.get(key) is not None), line)
+    numbers = (whole_number(record.get(key)) for key in ("question_id", "task_id", "id"))
+    given = next((number for number in numbers if number is not None), line)
     if isinstance(given, str | int) and not isinstance(given, bool) and given != "":
         number = str(given).removeprefix("HumanEval/").removeprefix(f"{name}/")
         record["id"] = f"{name}/{number}"

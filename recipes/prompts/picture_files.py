@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.files.atomic import partial_path
+from draftsmith.recipes.files.input_files import open_bytes
 
 _ENDINGS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}  # by first bytes
 _HEAD = 1 << 16  # bytes of a file within which COCO's `images` begins
@@ -50,7 +51,7 @@ def coco_captions(path: str | Path) -> Iterator[dict[str, Any]] | None:
     The file is one object with the lists `images` ({"id", "file_name"}) and `annotations` ({"image_id", "caption"}).
     It is read whole.
     """
-    with open(path, "rb") as file:
+    with open_bytes(path) as file:
         head = file.read(_HEAD)
         if not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") or b'"images"' not in head:
             return None

@@ -5,6 +5,9 @@ Sources
     path.csv, path.tsv           one row per conversation, in UTF-8; the first row names the columns. Commas, semicolons
                                  or tabs divide .csv; `messages`, `turns` and `tools` are JSON text
     path.parquet                 one row per conversation
+    path.jsonl.gz, .csv.gz, ...  any of these but parquet, packed by gzip
+    folder, parts/*.jsonl        the files of these types in a folder or of a pattern (`**`: also in folders below),
+                                 sorted by name; empty files are left out
     stdlib:train, :heldout       questions about the interpreter's own library (`recipes.prompts.stdlib`)
     stdlib:copy                  conversations about held-out modules whose answers repeat what stands there
     scenes:train, :heldout       drawn pictures to be described (`recipes.demo_vision.prompts`)
@@ -31,11 +34,11 @@ Other columns are `id` (or `question_id`), `images` and `image` (paths), `meta`,
 system message, unless the messages begin with the same), `tools` (function schemas, also as JSON text) and `category`.
 The last two move into `meta`. `recipes.prompts.records` documents tool calls, `recipes.prompts.picture_parts` pictures.
 meta["benchmark"] is the source's short name: a benchmark's, a file's without folder and ending, `org/name`,
-`stdlib:train`.
+`stdlib:train`. Numbers and gaps as pandas writes them (1.0, NaN) are read as 1 and null.
 
-Ids are unique in one reading. If two sources give one id to different conversations, the later one gets its source's
-short name as a prefix: `second/0`. A repeated id in one source is rejected, and so is the same conversation with the
-same id in another source.
+Ids are unique in one reading. If two files or data sets give one id to different conversations, the later one gets a
+short name as a prefix: `second/0`. A repeated id in one file is rejected, and so is the same conversation with the same
+id in another.
 
 Of training prompts that ask the same, only the first is kept, whatever their ids and answers (`read_training_prompts`);
 data.duplicates=keep keeps all. Evaluation prompts are never dropped for that.
@@ -46,6 +49,7 @@ one: [user, user] becomes [user, assistant, user, assistant].
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -56,7 +60,7 @@ from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.prompts.picture_parts import as_picture_record
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.prompts.sources import StorePicture, check_source, records, short_names
+from draftsmith.recipes.prompts.sources import StorePicture, check_source, file_sources, records, short_names
 from draftsmith.recipes.schema import DataSection, as_list
 
 DUPLICATE = "duplicate question"  # kind of reject
@@ -159,36 +163,41 @@ def _read(names: list[str], rejects: Rejects, store: StorePicture | None) -> Ite
     places: dict[str, str] = {}  # id -> first place
     contents: dict[str, int] = {}  # id -> hash of the conversation
     benchmarks = short_names(names)
-    barren = []
-    for name in names:
-        usable, rejected_before = 0, rejects.total
-        own: dict[str, str] = {}  # as `places`, by ids as this source writes them
-        for line, record in records(name, rejects, store):
+    parts = [(name, part) for name in names for part in file_sources(name)]
+    prefixes = short_names([part for _, part in parts])
+    usable, rejected = Counter[str](), Counter[str]()
+    for name, part in parts:
+        rejected_before = rejects.total
+        own: dict[str, str] = {}  # as `places`, by ids as this file writes them
+        for line, record in records(part, rejects, store):
             try:
                 shown = record if store is None else as_picture_record(record)
-                conversation = to_conversation(shown, _default_id(name, line, places), name, line, benchmarks[name])
+                conversation = to_conversation(shown, _default_id(part, line, places), part, line, benchmarks[name])
                 given = conversation.id
                 asked = [conversation.messages, conversation.images, conversation.meta.get("tools")]
                 content = hash(json.dumps(asked, default=str))
                 if contents.get(given) != content and given not in own and given in places:
-                    # Another conversation with another source's id. Sources are ordered, so every run renames it alike.
-                    free = f"{benchmarks[name]}/{given}"
+                    # Another conversation with another file's id. Files are ordered, so every run renames it alike.
+                    free = f"{prefixes[part]}/{given}"
                     while free in places:
-                        free = f"{benchmarks[name]}/{free}"
+                        free = f"{prefixes[part]}/{free}"
                     conversation = replace(conversation, id=free)
                 if (taken := own.get(given) or places.get(conversation.id)) is not None:
                     raise ValueError(f"duplicate id: '{given}' is also at {taken}")
             except ValueError as error:
-                rejects.add(name, line, str(error), record)
+                rejects.add(part, line, str(error), record)
                 continue
-            places[conversation.id] = own[given] = f"{name}:{line}"
+            places[conversation.id] = own[given] = f"{part}:{line}"
             contents[conversation.id] = content
-            usable += 1
+            usable[name] += 1
             yield conversation
-        if not usable:
+        rejected[name] += rejects.total - rejected_before
+    barren = []
+    for name in names:
+        if not usable[name]:
             problem = "no record in it"
-            if rejected := rejects.total - rejected_before:
-                count = f"{rejected} rejected; in all, " if rejected < rejects.total else ""
+            if rejected[name]:
+                count = f"{rejected[name]} rejected; in all, " if rejected[name] < rejects.total else ""
                 problem = f"no usable conversation: {count}{rejects.summary()}"
             barren.append(f"{name}: {problem}")
     if barren:

@@ -2,7 +2,9 @@
 
 Messages and their other keys stay as they are, except where data sets differ and chat templates need one form:
 
-    roles          ShareGPT's and OpenAI's older names become system, developer, user, assistant, tool
+    roles          ShareGPT's and OpenAI's older names become system, developer, user, assistant, tool, whatever their
+                   case
+    keys           `from` becomes `role`; `value` or `text` becomes `content` (`value` beside `from` even if both stand)
     empty keys     null keys of a message are left out, except `content`, because templates test whether a key exists
     tool calls     {"type": "function", "function": {"name", "arguments"}}, with arguments as an object, not as JSON
                    text (transformers' convention); also from `function_call` keys and from ShareGPT's function_call
@@ -22,7 +24,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from draftsmith.recipes.files.digest import file_digest
-from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.files.json_text import parse_json, whole_number
 from draftsmith.recipes.prompts.benchmarks import benchmark_of
 from draftsmith.recipes.prompts.rejects import is_unicode
 
@@ -34,6 +36,9 @@ OTHER_ROLES = {
     "bing": "assistant",
     "bard": "assistant",
     "model": "assistant",
+    "ai": "assistant",
+    "bot": "assistant",
+    "prompter": "user",
     "observation": "tool",
     "function_response": "tool",
     "tool_response": "tool",
@@ -129,6 +134,7 @@ def to_conversation(record: Any, default_id: str, source: str, line: int, benchm
     """
     if not isinstance(record, dict):
         raise ValueError(f"wrong type: a record must be a JSON object, this is {json_type(record)}")
+    record = {key: value for key, value in record.items() if value == value}  # without NaN: pandas' empty cells
     messages = _with_system(record, _messages_of(record))
     _check_messages(messages)
     images = _images_of(record)
@@ -175,10 +181,10 @@ def _images_of(record: dict[str, Any]) -> list[str]:
 
 def _id_of(record: dict[str, Any], default_id: str) -> str:
     for key in ("id", "question_id"):
-        value = record.get(key)
-        if value is None:
+        value = whole_number(record.get(key))
+        if value is None or value == "":
             continue
-        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        if isinstance(value, bool) or not isinstance(value, str | int):
             found = json.dumps(value, default=str)
             raise ValueError(f"wrong type: `{key}` must be text or a whole number, not {found}")
         return str(value)
@@ -259,10 +265,15 @@ def _messages(column: str, items: list[Any]) -> list[dict[str, Any]]:
         if not isinstance(item, dict):
             raise ValueError(f"wrong type: `{column}[{index}]` must be an object, this is {json_type(item)}")
         message = {key: value for key, value in item.items() if value is not None or key == "content"}
+        keys = ("content", "value", "text")
         if "from" in message and "role" not in message:
-            role, content = message.pop("from"), message.pop("value", None)
-            message = {"role": role, "content": content, **{k: v for k, v in message.items() if k != "content"}}
+            message["role"], keys = message.pop("from"), ("value", "content", "text")
+        key = next((key for key in keys if message.get(key) is not None), "content")
+        if key != "content":
+            message["content"] = message.pop(key)
         role = message.get("role")
+        if isinstance(role, str) and role.strip().lower() in (*ROLES, *OTHER_ROLES, *CALL_ROLES):
+            role = message["role"] = role.strip().lower()
         if role in CALL_ROLES:
             message = {"role": "assistant", "content": None, "tool_calls": message.get("content")}
             if messages and messages[-1].get("role") == "assistant":  # the text before the call
@@ -351,7 +362,7 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
             _check_content(content, index)
         if not isinstance(message.get("reasoning_content", ""), str):
             raise ValueError(f"wrong type: reasoning_content of message {index} must be text")
-        if role == "user" and (content == [] or (isinstance(content, str) and not content.strip())):
+        if role == "user" and _is_blank(content):
             raise ValueError(f"empty user turn: message {index}")
         if role == "assistant" and previous == "assistant":
             raise ValueError(f"two assistant turns in a row: messages {index - 1} and {index}")
@@ -360,6 +371,11 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
         previous = role
     if all(message["role"] != "user" for message in messages):
         raise ValueError("no user turn")
+
+
+def _is_blank(content: Any) -> bool:
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return all(part["type"] == "text" and not part["text"].strip() for part in parts)
 
 
 def _check_content(content: Any, index: int) -> None:

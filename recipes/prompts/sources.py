@@ -6,6 +6,7 @@ cannot be parsed goes to the rejects.
 
 import codecs
 import csv
+import glob
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.hub import check_dataset
+from draftsmith.recipes.files.input_files import DAMAGED, ending, is_packed, matching, open_bytes, open_text
 from draftsmith.recipes.files.json_text import check_depth, parse_json
 from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, benchmark_of, fetch, known_forms
 from draftsmith.recipes.prompts.picture_files import coco_captions, seems_a_picture
@@ -23,7 +25,7 @@ StorePicture = Callable[[bytes], str]  # writes a picture's bytes to a file and 
 
 DRAWN = {"stdlib": (*SPLITS, COPY), "scenes": SPLITS, "captions": SPLITS}  # made here, with their parts
 TABLE_TYPES = (".csv", ".tsv")
-FILE_TYPES = (".jsonl", ".json", *TABLE_TYPES, ".parquet")
+FILE_TYPES = (".jsonl", ".json", *TABLE_TYPES, ".parquet")  # all but the last also packed, .gz
 DELIMITERS = ",;\t"  # of .csv files; spreadsheets write ; in countries with a decimal comma
 CELL_CHARACTERS = 1 << 24  # limits an unclosed quote; the csv module's own limit is 128 KiB
 HUB_FORMS = "hf:org/name, hf:org/name:split or hf:org/name:config:split"
@@ -43,22 +45,53 @@ def check_source(name: str) -> str | None:
     if named is not None and named[1] is None:
         return None
     given = name if named is None else named[1] or ""
-    path = Path(given)
-    if not given or not path.exists():
+    if not given or not (Path(given).exists() or glob.has_magic(given)):
         hint = f"a hub dataset is written hf:org/name, a benchmark by its name: {', '.join(BENCHMARKS)}"
         return f"no such file: {given or name} ({hint})"
-    if path.suffix.lower() not in FILE_TYPES or path.is_dir():
-        return f"{name}: prompts are read from {', '.join(FILE_TYPES)} files"
+    parts = file_sources(name)
+    if not parts:
+        kinds = f"{', '.join(FILE_TYPES)} file that is not empty"
+        if not Path(given).is_dir():
+            return f"{name}: no {kinds} matches this pattern"
+        return f"{name}: no {kinds} in this folder; for those in its folders write {given.rstrip('/')}/**/*.jsonl"
+    problems = (_file_problem(part, part if named is None else part.partition(":")[2]) for part in parts)
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _file_problem(name: str, path: str) -> str | None:
+    kind = ending(path)
+    if not _holds_prompts(path):
+        return f"{name}: prompts are read from {', '.join(FILE_TYPES)} files, all but the last also packed as .gz"
     try:
-        with path.open("rb") as file:
-            if path.suffix.lower() in TABLE_TYPES and file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        with open_bytes(path) as file:
+            if kind in TABLE_TYPES and file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 return f"{name}: this is UTF-16; save it as CSV in UTF-8"
             file.seek(0)
-            if path.suffix.lower() != ".parquet" and not any(line.strip() for line in file):
+            if kind != ".parquet" and not any(line.strip() for line in file):
                 return f"{name}: the file is empty"
-    except OSError as error:
-        return f"{name}: cannot be read: {error.strerror}"
+    except (OSError, *DAMAGED) as error:
+        return f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}"
     return None
+
+
+def _holds_prompts(path: str) -> bool:
+    return ending(path) in FILE_TYPES and not (is_packed(path) and ending(path) == ".parquet")
+
+
+def file_sources(source: str) -> list[str]:
+    """The sources of one file each that a folder or a pattern stands for, sorted; any other source itself.
+
+    Of a folder, these are the files directly in it. Empty files and those of other types are left out.
+    """
+    named = benchmark_of(source)
+    path = source if named is None else named[1] or ""
+    if source.startswith("hf:") or source.partition(":")[0] in DRAWN or Path(path).is_file() or not path:
+        return [source]
+    if not (Path(path).is_dir() or glob.has_magic(path)):
+        return [source]
+    found = matching(f"{glob.escape(path)}/*" if Path(path).is_dir() else path)
+    before = "" if named is None else f"{named[0]}:"
+    return [before + each for each in found if _holds_prompts(each) and Path(each).stat().st_size]
 
 
 def short_names(sources: Sequence[str]) -> dict[str, str]:
@@ -74,11 +107,15 @@ def _short_name(source: str) -> str:
         return named[0]
     if source.startswith("hf:"):
         return source.removeprefix("hf:").split(":")[0]
-    return source if source.partition(":")[0] in DRAWN else Path(source).stem
+    if source.partition(":")[0] in DRAWN:
+        return source
+    path = Path(source[:-3] if is_packed(source) else source)
+    names = (path.stem, *(parent.name for parent in path.parents))  # a pattern may have its own name in a folder's
+    return next((name for name in names if any(map(str.isalnum, name))), source)
 
 
 def records(source: str, rejects: Rejects, store: StorePicture | None = None) -> Iterator[tuple[int, Any]]:
-    """(line or row number from 1, record) of every record in `source` that can be parsed.
+    """(line or row number from 1, record) of every record in `source`, one of `file_sources`, that can be parsed.
 
     Raises UserError for an unreadable parquet file, or for a hub dataset or benchmark that cannot be fetched.
 
@@ -117,25 +154,31 @@ def records(source: str, rejects: Rejects, store: StorePicture | None = None) ->
 def _file_records(
     path: str, source: str, rejects: Rejects, store: StorePicture | None = None
 ) -> Iterator[tuple[int, Any]]:
-    if Path(path).suffix.lower() == ".parquet":
-        yield from _parquet_rows(path, source, rejects, store)
-    elif Path(path).suffix.lower() in TABLE_TYPES:
-        yield from _csv_rows(path, source, rejects)
-    elif store is not None and (captioned := coco_captions(path)) is not None:
-        yield from enumerate(captioned, start=1)
-    elif _is_array(path):
-        yield from json_array(path, source, rejects)
-    else:
-        yield from json_lines(path, source, rejects)
+    line = 0
+    try:
+        if ending(path) == ".parquet":
+            found: Iterator[tuple[int, Any]] = _parquet_rows(path, source, rejects, store)
+        elif ending(path) in TABLE_TYPES:
+            found = _csv_rows(path, source, rejects)
+        elif store is not None and (captioned := coco_captions(path)) is not None:
+            found = enumerate(captioned, start=1)
+        elif _is_array(path):
+            found = json_array(path, source, rejects)
+        else:
+            found = json_lines(path, source, rejects)
+        for line, record in found:
+            yield line, record
+    except DAMAGED as error:
+        rejects.add(source, line + 1, f"damaged file: {error}; what follows is lost", None)
 
 
 def _is_array(path: str) -> bool:
     """A .json file is an array if it begins with one. A .jsonl file must be one array to its end."""
-    with open(path, "rb") as file:
+    with open_bytes(path) as file:
         lines = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in file)
         if not next(filter(None, lines), b"").startswith(b"["):
             return False
-    if Path(path).suffix.lower() == ".json":
+    if ending(path) == ".json":
         return True
     trial = Rejects()
     for _ in json_array(path, path, trial):
@@ -144,13 +187,16 @@ def _is_array(path: str) -> bool:
 
 
 def json_lines(path: str | Path, source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
-    """(line number from 1, value) of a JSON-lines file. Any line may begin with a byte-order mark (joined files)."""
-    with open(path, "rb") as file:
+    """(line number from 1, value) of a JSON-lines file.
+
+    Any line may begin with a byte-order mark (joined files), or end with the comma of the array that it was cut from.
+    """
+    with open_bytes(path) as file:
         for number, raw in enumerate(file, start=1):
             if not raw.removeprefix(b"\xef\xbb\xbf").strip():
                 continue
             try:
-                value = parse_json(raw)
+                value = parse_json(raw.rstrip().removesuffix(b","))
             except ValueError as error:
                 rejects.add(source, number, str(error), raw.decode("utf-8", "replace").rstrip())
             else:
@@ -163,7 +209,7 @@ def json_array(path: str, source: str, rejects: Rejects, chunk_characters: int =
     After malformed JSON the rest of the array is rejected as one record.
     """
     decoder = json.JSONDecoder()
-    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+    with open_text(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         text, position, line, ended = "", 0, 1, False
 
         def refill() -> bool:
@@ -231,9 +277,9 @@ def _csv_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, d
     from draftsmith.recipes.prompts.records import COLUMNS  # not above: it imports this module
 
     csv.field_size_limit(CELL_CHARACTERS)
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+    with open_text(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         header_line, header = next(((number, line) for number, line in enumerate(file, 1) if line.strip()), (1, ""))
-        for delimiter in "\t" if Path(path).suffix.lower() == ".tsv" else DELIMITERS:
+        for delimiter in "\t" if ending(path) == ".tsv" else DELIMITERS:
             columns = [column.strip() for column in next(csv.reader([header], delimiter=delimiter))]
             if not set(COLUMNS).isdisjoint(columns):
                 break

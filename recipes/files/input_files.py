@@ -1,0 +1,39 @@
+"""Files that users bring: named by a pattern, and packed by gzip."""
+
+import glob
+import gzip
+import io
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
+"""What reading a damaged packed file raises."""
+
+
+def matching(source: str) -> list[str]:
+    """The file `source`, or the files that match it as a pattern, sorted; each once, under the first of its paths."""
+    found = [source] if Path(source).exists() else glob.glob(source, recursive=True)
+    by_place: dict[Path, str] = {}  # a pattern may find one file under several paths
+    for path in sorted(path for path in found if not Path(path).is_dir()):
+        by_place.setdefault(Path(path).resolve(), path)
+    return list(by_place.values())
+
+
+def is_packed(path: str | Path) -> bool:
+    return str(path).lower().endswith(".gz")
+
+
+def ending(path: str | Path) -> str:
+    """The file type, in lower case: `.jsonl`, also of a.jsonl.gz."""
+    return Path(str(path)[:-3] if is_packed(path) else path).suffix.lower()
+
+
+def open_bytes(path: str | Path) -> IO[bytes]:
+    """The file for reading, unpacked."""
+    return gzip.open(path) if is_packed(path) else open(path, "rb")  # type: ignore[return-value]
+
+
+def open_text(path: str | Path, **form: Any) -> io.TextIOWrapper:
+    """As `open_bytes`, decoded by the arguments of TextIOWrapper."""
+    return io.TextIOWrapper(open_bytes(path), **form)
