@@ -30,6 +30,8 @@ DRAFTERS: dict[str, tuple[str, str | None, int | None, dict[str, Any]]] = {
     "eagle, biases": ("eagle", None, None, {"attention_bias": True, "num_layers": 2}),
     "poss": ("poss", "eagle", None, {"positions_per_specialist": 2, "specialists": 2}),
 }
+# Of a target that scales its embeddings, with an epsilon that tells them from others.
+SCALED: dict[str, Any] = {"family": "granite", "embedding_multiplier": 12.0, "rms_norm_eps": 0.3}
 STATES = (1, 3, 6)  # unlike the published (2, 3, 4), so that no engine's default hides a mistake
 
 

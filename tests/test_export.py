@@ -16,7 +16,7 @@ from draftsmith.models.formats.exporting import Source, able_engines, differs, e
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.foreign import Foreign, probe_head, probe_log_probs, read_foreign
 from draftsmith.recipes.errors import UserError
-from tests.export_cases import DRAFTERS, drafter_named, save_target, target_of, trained, write_folder
+from tests.export_cases import DRAFTERS, SCALED, drafter_named, save_target, target_of, trained, write_folder
 
 ABLE = {
     "eagle3": ["vllm", "sglang", "tensorrt-llm", "speculators"],
@@ -99,10 +99,6 @@ def test_states_in_both_spellings_and_the_target_s_rotation(tmp_path: Path) -> N
     # A vision-language model's parameters have another prefix when they are loaded than in a file.
     layout = source.target["layout"] | {"embeddings": "model.language_model.embed_tokens.weight"}
     assert torch.equal(table, target_embeddings(source.target | {"layout": layout}))
-
-
-# An epsilon that tells scaled embeddings from others.
-SCALED: dict[str, Any] = {"family": "granite", "embedding_multiplier": 12.0, "rms_norm_eps": 0.3}
 
 
 @pytest.mark.parametrize(

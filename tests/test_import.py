@@ -14,18 +14,20 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import load_drafter, read_drafter_config, target_identity
+from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, target_identity
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.formats.exporting import export
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.importing import import_drafter, is_ours
+from draftsmith.models.formats.foreign import probe_head, probe_log_probs
+from draftsmith.models.formats.importing import import_drafter, is_ours, read_for
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection, TreeSection
 from tests.conftest import VOCAB_SIZE, make_tokenizer
 from tests.decoding import decode_batch
 from tests.export_cases import (
     CUT,
+    SCALED,
     drafter_named,
     published_eagle,
     published_eagle3,
@@ -72,6 +74,23 @@ def test_an_export_comes_back_with_the_same_acceptance(name: str, engine: str, h
     export(source, ENGINES[engine], tmp_path / "export", None, lambda serves: {})
     import_drafter(read_folder(tmp_path / "export"), section(home), tmp_path / "back")
     assert rounds(tmp_path / "back") == rounds(tmp_path / "own")
+
+
+@pytest.mark.parametrize("name", ["eagle3, two layers", "eagle3, normed output", "eagle3.1", "eagle"])
+def test_an_export_comes_back_for_a_target_that_scales_its_embeddings(name: str, tmp_path: Path) -> None:
+    home = save_target(tmp_path / "target", **SCALED).parent
+    source = trained(tmp_path / "own", home / "target", drafter_named(name, **SCALED))
+    export(source, ENGINES["vllm"], tmp_path / "export", None, lambda serves: {})
+    shape = import_drafter(read_folder(tmp_path / "export"), section(home), tmp_path / "back")
+    assert shape.embedding_scale == 12 and shape.rms_norm_eps == pytest.approx(0.3, rel=1e-5)
+    own, back = (probe_log_probs(read_drafter(tmp_path / each, probe_head(shape))) for each in ("own", "back"))
+    torch.testing.assert_close(back, own, rtol=1e-5, atol=2e-5)
+    if name == "eagle3.1":  # without its table
+        tensors = load_file(tmp_path / "export/model.safetensors")
+        del tensors["embed_tokens.weight"]
+        save_file(tensors, tmp_path / "export/model.safetensors")
+        with pytest.raises(UserError, match=r"scales its embeddings by 12, .* with fc_norm cannot be rewritten"):
+            read_for(read_folder(tmp_path / "export"), section(home))
 
 
 def test_published_checkpoints_draft_here(home: Path, tmp_path: Path) -> None:

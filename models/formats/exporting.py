@@ -22,7 +22,14 @@ from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats import eagle, gguf_file, speculators
 from draftsmith.models.formats.engines import ENGINES, ServingEngine, problems
 from draftsmith.models.formats.folder import INDEX, SINGLE, read_folder
-from draftsmith.models.formats.foreign import Foreign, TargetShape, probe_head, probe_log_probs, read_foreign
+from draftsmith.models.formats.foreign import (
+    Foreign,
+    TargetShape,
+    probe_head,
+    probe_log_probs,
+    read_foreign,
+    reading_scaled,
+)
 from draftsmith.models.formats.importing import is_ours
 from draftsmith.models.target import planned_embedding_scale
 from draftsmith.models.vocab import DraftVocab
@@ -135,36 +142,21 @@ def export(
 
 
 def unscaled(source: Source) -> Source:
-    """An equal drafter that reads the target's embeddings without their scale s, as engines give them.
+    """An equal drafter that reads the target's embeddings without their scale, as engines give them.
 
-    EAGLE-1's fc takes the scale into its columns. In EAGLE-3 a norm follows, whose epsilon alone tells x from s x:
-
-        norm(s x, epsilon) = norm(x, epsilon / s^2)
-
-    All norms of a file share one epsilon. So the residual stream, which all others read, is divided by s, too: fc and
-    all projections that end in it. With fc_norm, norms read the target's states; then the file gets a scaled table.
+    With fc_norm, no weights make up for it (`foreign.reading_scaled`); then the file gets a scaled table.
 
     Raises:
         UserError: the table is needed and not there.
     """
-    scale, tensors = source.shape.embedding_scale, dict(source.tensors)
+    scale = source.shape.embedding_scale
     if scale == 1:
         return source
-    shape = replace(source.shape, embedding_scale=1.0)
-    if not isinstance(shape, Eagle3Config):
-        fc = tensors["fc.weight"].clone()
-        fc[:, : shape.hidden_size] *= scale  # [embedding; feature]
-        tensors["fc.weight"] = fc
-    elif shape.fc_norm:
-        tensors[EMBEDDINGS] = target_embeddings(source.target).to(tensors["fc.weight"].dtype) * scale
-    else:
-        shape = replace(shape, rms_norm_eps=float(f"{shape.rms_norm_eps / scale**2:.6g}"))  # six digits survive float32
-        ends = ("fc.weight", "o_proj.weight", "down_proj.weight", *["norm.weight"] * shape.norm_output)
-        for name in tensors:
-            if name in ends or name.endswith(ends[1:3]):
-                tensors[name] = tensors[name] / scale
-        if shape.norm_output:  # the norm's output is the next feature, which the stream begins with
-            tensors["lm_head.weight"] = tensors["lm_head.weight"] * scale
+    shape, tensors = replace(source.shape, embedding_scale=1.0), source.tensors
+    if isinstance(shape, Eagle3Config) and shape.fc_norm:
+        table = target_embeddings(source.target).to(tensors["fc.weight"].dtype) * scale
+        return replace(source, shape=shape, tensors={**tensors, EMBEDDINGS: table})
+    shape, tensors = reading_scaled(shape, tensors, 1 / scale)
     return replace(source, shape=shape, tensors=tensors)
 
 

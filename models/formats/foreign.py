@@ -7,7 +7,7 @@ Nothing is guessed: a tensor without a place, a missing one, or a key that would
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from draftsmith.models.checkpoint import check_rotary, check_sizes
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.drafters import build_drafter, kind_text, tensor_shapes
+from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FeatureDrafting, FrozenHead
 from draftsmith.models.formats import eagle, speculators
 from draftsmith.models.formats.folder import DTYPES_OF, FLOATS, Folder
@@ -151,6 +152,35 @@ def _vocabulary(folder: Folder, shape: DrafterConfig) -> tuple[DraftVocab, torch
     return DraftVocab(ascending, whole), None if torch.equal(order, torch.arange(size)) else order
 
 
+def reading_scaled(
+    shape: DrafterConfig, tensors: Mapping[str, torch.Tensor], scale: float
+) -> tuple[DrafterConfig, dict[str, torch.Tensor]]:
+    """(shape, tensors) of a drafter that makes of embeddings s x (s = `scale`) what the given one makes of x.
+
+    EAGLE-1's fc takes the scale into its columns. In EAGLE-3 a norm follows, whose epsilon alone tells x from s x:
+
+        norm(s x, s^2 epsilon) = norm(x, epsilon)
+
+    All norms of a drafter share one epsilon. So the residual stream, which all others read, is multiplied by s, too: fc
+    and all projections that end in it. Norms of the target's states (fc_norm) cannot follow.
+    """
+    changed = dict(tensors)
+    if not isinstance(shape, Eagle3Config):
+        changed["fc.weight"] = tensors["fc.weight"].clone()
+        changed["fc.weight"][:, : shape.hidden_size] /= scale  # [embedding; feature]
+        return shape, changed
+    assert not shape.fc_norm
+    # With norm_output, the last norm's output is the next feature, which the stream begins with.
+    ends = ("fc.weight", *["norm.weight"] * shape.norm_output)
+    for name, tensor in tensors.items():
+        if name in ends or name.endswith(("o_proj.weight", "down_proj.weight")):
+            changed[name] = tensor * scale
+    if shape.norm_output:
+        changed["lm_head.weight"] = tensors["lm_head.weight"] / scale
+    epsilon = float(f"{shape.rms_norm_eps * scale**2:.6g}")  # six digits survive float32
+    return replace(shape, rms_norm_eps=epsilon), changed
+
+
 class EmbeddingTable:
     """An embedding table in a target's place."""
 
@@ -201,19 +231,39 @@ def probe_head(shape: DrafterConfig) -> FrozenHead | None:
     return FrozenHead(weight, None, lambda logits: logits)
 
 
-def check_embeddings(foreign: Foreign, target_table: torch.Tensor, where: str) -> None:
-    """Raises UserError for a drafter with its own embedding table. Drafters here read the target's.
+def for_target(foreign: Foreign, table: torch.Tensor, scale: float, where: str) -> Foreign:
+    """The drafter as one of ours: it reads the target's embeddings, which are rows of `table` times `scale`.
 
-    Tables are compared in bfloat16, since files are often rounded.
+    Other projects give drafters the unscaled rows, or those of a table that comes along. Tables are compared in
+    bfloat16, since files are often rounded.
+
+    Raises:
+        UserError: its table is another one, or see `check_scale`.
     """
-    own = foreign.embeddings
-    if own is None:
-        return
-    same = own.shape == target_table.shape and torch.equal(
-        own.to(torch.bfloat16), target_table.detach().cpu().to(torch.bfloat16)
-    )
-    if not same:
+    own, shape = foreign.embeddings, foreign.shape
+    if own is not None and scale != 1 and _same_table(own, table.float() * scale):
+        return replace(foreign, shape=replace(shape, embedding_scale=scale))
+    if own is not None and not _same_table(own, table):
         raise UserError(
             f"{where}: embed_tokens is {short(list(own.shape))} and not the target's table; a drafter with embeddings "
             "of its own is not supported. Was it trained for this target?"
         )
+    if scale == 1:
+        return foreign
+    check_scale(replace(foreign, embeddings=None), scale, where)
+    shape, tensors = reading_scaled(shape, foreign.tensors, scale)
+    return replace(foreign, shape=replace(shape, embedding_scale=scale), tensors=tensors)
+
+
+def check_scale(foreign: Foreign, scale: float, where: str) -> None:
+    """Raises UserError for a drafter with fc_norm that reads the unscaled table of a target that scales it."""
+    if scale != 1 and foreign.embeddings is None and isinstance(foreign.shape, Eagle3Config) and foreign.shape.fc_norm:
+        raise UserError(
+            f"{where}: the target scales its embeddings by {scale:g}, and other projects give drafters the unscaled "
+            "table; a drafter with fc_norm cannot be rewritten for the scaled one, which drafters read here"
+        )
+
+
+def _same_table(one: torch.Tensor, other: torch.Tensor) -> bool:
+    rounded = (each.detach().cpu().to(torch.bfloat16) for each in (one, other))
+    return one.shape == other.shape and torch.equal(*rounded)

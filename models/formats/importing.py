@@ -12,9 +12,8 @@ from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats.folder import Folder
-from draftsmith.models.formats.foreign import Foreign, TargetShape, check_embeddings, read_foreign
-from draftsmith.models.target import Target, load_causal_lm
-from draftsmith.recipes.errors import UserError
+from draftsmith.models.formats.foreign import Foreign, TargetShape, check_scale, for_target, read_foreign
+from draftsmith.models.target import Target, load_causal_lm, planned_embedding_scale
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe, TargetSection
@@ -42,7 +41,9 @@ def read_for(folder: Folder, section: TargetSection) -> Foreign:
     """The drafter in a foreign folder, for a target by its config alone. Raises UserError where they do not fit."""
     config = load_config(section).get_text_config()
     facts = TargetShape(config.vocab_size, config.num_hidden_layers, config.max_position_embeddings, config.hidden_size)
-    return read_foreign(folder, facts)
+    foreign = read_foreign(folder, facts)
+    check_scale(foreign, planned_embedding_scale(section), str(folder.path))
+    return foreign
 
 
 def import_drafter(folder: Folder, section: TargetSection, out: Path) -> DrafterConfig:
@@ -54,12 +55,7 @@ def import_drafter(folder: Folder, section: TargetSection, out: Path) -> Drafter
     foreign = read_for(folder, section)
     config = load_config(section)
     target = Target(load_causal_lm(section), capture_layers=(0,))
-    if target.embedding_scale != 1:
-        raise UserError(
-            f"{folder.path}: the target scales its embeddings by {target.embedding_scale:g}, and other projects feed "
-            "drafters the unscaled table; drafters here are trained with the scaled one"
-        )
-    check_embeddings(foreign, target.embedding_table, str(folder.path))
+    foreign = for_target(foreign, target.embedding_table, target.embedding_scale, str(folder.path))
     fingerprint = tokenizer_fingerprint(load_tokenizer(section))
     identity = target_identity(target, section.model, section.revision, fingerprint)
     identity |= {"layout": target_layout(config, target.dtype, section.trust_remote_code)}
