@@ -4,6 +4,7 @@ Loading writes the recipe's settings (target.chat_template, thinking, template_a
 Every rendering, mask and fingerprint then follows them.
 """
 
+import datetime
 import hashlib
 import json
 import re
@@ -39,8 +40,9 @@ LARGEST = {
 }
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "*.bpe")  # one of them at least
 THINKING_SWITCHES = ("enable_thinking", "thinking")
+_CLOCK = "strftime_now"
 # Template variables that rendering sets.
-_SET_BY_RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+_SET_BY_RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", _CLOCK}
 _SET_BY_CALLS = ("truncation", "padding")
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
@@ -80,7 +82,7 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
             f"target.model: the tokenizer of {target.model!r} has no chat template, so conversations cannot be written "
             "as its tokens; name a file with the template it was tuned with in target.chat_template"
         )
-    tokenizer.chat_template = _with_variables(tokenizer.chat_template, target)
+    _set_template(tokenizer, target)
     config = load_config(target)
     _check_vocabulary(tokenizer, config)
     setattr(tokenizer, _STOPS, _stops_of(load_generation_config(target), config))
@@ -108,11 +110,12 @@ def template_variables(target: TargetSection) -> dict[str, str | int | float | b
     return dict(sorted((target.template_args | switches).items()))
 
 
-def _with_variables(template: str | dict[str, str], target: TargetSection) -> str | dict[str, str]:
-    """The template (or each of several named ones) with the recipe's variables set at its start.
+def _set_template(tokenizer: PreTrainedTokenizerBase, target: TargetSection) -> None:
+    """Sets the recipe's variables and date at the start of the template, or of each of several named ones.
 
     Each has its own line: transformers' rendering drops lines with a single tag.
     """
+    template: Any = tokenizer.chat_template
     where = "target.chat_template" if target.chat_template is not None else "target.model"
     named = template if isinstance(template, dict) else {"default": template}
     if "default" not in named:
@@ -136,7 +139,28 @@ def _with_variables(template: str | dict[str, str], target: TargetSection) -> st
         name: "".join(f"{{% set {key} = {_literal(wanted[key])} %}}\n" for key in wanted if key in read_by[name]) + text
         for name, text in named.items()
     }
-    return changed if isinstance(template, dict) else changed["default"]
+    if _CLOCK in read:
+        day = target.day
+        setattr(tokenizer, _DATED, (day.isoformat(), changed))
+        changed = {name: (_clock_at(day) if _CLOCK in read_by[name] else "") + text for name, text in changed.items()}
+    elif target.date is not None:
+        raise UserError("target.date: the chat template writes no date; leave target.date out")
+    tokenizer.chat_template = changed if isinstance(template, dict) else changed["default"]  # type: ignore[assignment]
+
+
+def _clock_at(day: datetime.date) -> str:
+    """Jinja's `strftime_now` for the start of a day, in place of transformers', which reads the clock: a function
+    cannot be handed to a template."""
+    short = {"%F": "%Y-%m-%d", "%D": "%m/%d/%y", "%T": "%H:%M:%S", "%e": f"{day.day:2d}"}
+    bare = {f"%-{letter}": day.strftime(f"%{letter}").lstrip("0") or "0" for letter in "dmyHIMSj"}
+    whole = {f"%{letter}": day.strftime(f"%{letter}") for letter in "aAbBcdGHIjmMpSuUVwWxXyY"}
+    filters = "".join(f"|replace({key!a}, {text!a})" for key, text in (short | bare | whole).items())
+    return f"{{% macro {_CLOCK}(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n"
+
+
+def prompt_date(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The day, YYYY-MM-DD, that prompts of a tokenizer by `load_tokenizer` name; None: its template reads no date."""
+    return getattr(tokenizer, _DATED, (None,))[0]
 
 
 def _variables_read(template: str, where: str) -> set[str]:
@@ -431,6 +455,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
 
 _BEYOND = "tokens_beyond_the_embedding"
 _STOPS = "stop_tokens_of_the_generation_config"
+_DATED = "date_and_undated_templates"  # of templates that read the date
 _PICTURES = "picture_processor"  # of vision-language targets
 
 
@@ -473,12 +498,15 @@ def _shows_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 over vocabulary, merges, normalisation and chat template: equal in every process for equal tokenizers.
 
-    The template of `load_tokenizer` includes target.thinking and target.template_args. Truncation and padding are left
-    out: calls set them.
+    The template of `load_tokenizer` includes target.thinking and target.template_args. The date of prompts is left out:
+    a drafter is for every day. So are truncation and padding: calls set them.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules: Any = None
     if backend is not None:
         rules = {key: value for key, value in json.loads(backend.to_str()).items() if key not in _SET_BY_CALLS}
-    content = {"rules": rules, "vocab": tokenizer.get_vocab(), "chat_template": tokenizer.chat_template}
+    template: Any = tokenizer.chat_template
+    if (dated := getattr(tokenizer, _DATED, None)) is not None:
+        template = dated[1] if isinstance(template, dict) else dated[1]["default"]
+    content = {"rules": rules, "vocab": tokenizer.get_vocab(), "chat_template": template}
     return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

@@ -5,14 +5,16 @@ errors (`recipes.loader`). Only the scripts' builders see the recipe: models, lo
 arguments.
 """
 
+import datetime
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 from typing_extensions import Self
 
+from draftsmith.recipes.files.prompt_date import KeptDate, today
 from draftsmith.recipes.server_urls import normalised_urls
 
 
@@ -37,6 +39,16 @@ def _number(value: Any) -> Any:
     """`1e-4`, which YAML 1.1 reads as text, as the number that it is."""
     is_number = isinstance(value, str) and re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", value)
     return float(value) if is_number else value
+
+
+def _date(value: Any) -> Any:
+    """A day as text; YAML reads 2025-07-26 as a date."""
+    if not isinstance(value, str | datetime.date):
+        return value
+    try:
+        return datetime.date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ValueError(f"expected a date, YYYY-MM-DD, got {str(value)!r}") from None
 
 
 Number = Annotated[float, BeforeValidator(_number)]
@@ -143,6 +155,11 @@ class TargetSection(Section):
     same in regeneration, training and evaluation. None: the template's default."""
     template_args: dict[str, str | int | float | bool] = {}
     """Further variables of the chat template, for example {reasoning_effort: low} for gpt-oss."""
+    date: Annotated[str, BeforeValidator(_date)] | None = None
+    """The day (YYYY-MM-DD) that chat templates with `strftime_now` write into prompts (Llama 3.1, gpt-oss), the same in
+    regeneration, training and evaluation. None: that of the run whose data.conversations or data.states are read, or
+    else the day of the first prompt; <output_dir>/prompt_date.txt keeps it."""
+    _kept_date: KeptDate | None = PrivateAttr(None)  # set by Recipe
 
     @model_validator(mode="before")
     @classmethod
@@ -161,6 +178,13 @@ class TargetSection(Section):
                 ]
             )
         return self
+
+    @property
+    def day(self) -> datetime.date:
+        """The day that a chat template writes. Raises UserError for a damaged <output_dir>/prompt_date.txt."""
+        if self.date is not None:
+            return datetime.date.fromisoformat(self.date)
+        return today() if self._kept_date is None else self._kept_date.read()
 
     def quantized(self, precision: QuantizationSection) -> "TargetSection":
         """The same target in this precision. Only a plain target can be quantised."""
@@ -1257,6 +1281,17 @@ class Recipe(Section):
         if problems:
             raise ImpossibleSettings(problems)
         return self
+
+    @model_validator(mode="after")
+    def _dated(self) -> "Recipe":
+        others = self.conversations_path.parent, self.states_dir.parent
+        self.target._kept_date = KeptDate(Path(self.output_dir), others)
+        return self
+
+    def keep_date(self) -> None:
+        """From now on, the date of prompts is kept in output_dir once it is asked for."""
+        if self.target._kept_date is not None:
+            self.target._kept_date.writes = True
 
     # Paths of a run's files, defaults resolved.
 

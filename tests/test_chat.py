@@ -1,6 +1,7 @@
 """Chat templates as the recipe wishes them, answers as messages, and the tokenizer's place beside its model."""
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from draftsmith.models.chat import (
     RenderError,
     answer_message,
     load_tokenizer,
+    prompt_date,
     render_prompt,
     template_variables,
     tokenizer_fingerprint,
@@ -183,6 +185,38 @@ def test_what_a_template_sets_itself_is_no_switch(tmp_path: Path, template: str,
     make_dir(tmp_path, template)
     with pytest.raises(UserError, match=f"does not read 'none_such'; what it reads: {switches}$"):
         load_tokenizer(section(tmp_path, template_args={"none_such": 1}))
+
+
+# As templates ask for the date: in a macro, if it is defined, to count with it.
+DATED = """\
+{%- macro today() %}{{ strftime_now('FORMAT') }}{% endmacro %}
+{%- if strftime_now is defined and not date_string is defined %}{% set date_string = today() %}{% endif %}
+{{- date_string + ' ' + (strftime_now('%d') | int - 1) | string }}"""
+
+
+@pytest.mark.parametrize("day", ["2025-07-06", "2024-12-31"])
+def test_a_template_writes_the_date_of_the_recipe(tmp_path: Path, day: str) -> None:
+    wanted = "%Y-%m-%d, %d %b %Y: %A %a %B %-d %-m %e %F %D %j %H:%M:%S"
+    make_dir(tmp_path, DATED.replace("FORMAT", wanted))
+    tokenizer = load_tokenizer(section(tmp_path, date=day))
+    asked = date.fromisoformat(day)
+    assert tokenizer.apply_chat_template(USER, tokenize=False) == f"{asked:{wanted}} {asked.day - 1}"
+    assert prompt_date(tokenizer) == day
+    # A drafter is for every day.
+    assert tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(load_tokenizer(section(tmp_path)))
+    given = load_tokenizer(section(tmp_path, date=day, template_args={"date_string": "now"}))
+    assert given.apply_chat_template(USER, tokenize=False) == f"now {asked.day - 1}"
+    assert tokenizer_fingerprint(given) != tokenizer_fingerprint(tokenizer)
+
+
+def test_dates_are_read_as_yaml_writes_them(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("output_dir: run\ntarget: {model: m, date: 2025-07-06}\n")
+    assert load_recipe(tmp_path / "recipe.yaml").target.date == "2025-07-06"
+    for wrong in ("'2025-07-32'", "today", "2025-07-06 10:00:00", "7"):
+        with pytest.raises(UserError, match=r"`target\.date`: expected (a date, YYYY-MM-DD|text)"):
+            load_recipe(tmp_path / "recipe.yaml", [f"target.date={wrong}"])
+    with pytest.raises(UserError, match=r"target\.date: the chat template writes no date; leave target\.date out"):
+        load_tokenizer(section(make_dir(tmp_path, CHAT_TEMPLATE), date="2025-07-06"))
 
 
 def test_thinking_is_said_once(tmp_path: Path) -> None:

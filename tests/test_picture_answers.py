@@ -17,6 +17,7 @@ from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.pictures import read_picture
 from draftsmith.recipes.schema import TargetSection
+from tests.clock import on
 from tests.conftest import VOCAB_SIZE
 from tests.fake_server import STOP, FakeServer, expected
 from tests.regeneration_place import RegenerationPlace
@@ -263,6 +264,26 @@ def test_a_server_that_renders_another_prompt_is_not_believed(served: Place) -> 
     with server_of(place, lie=own_ids) as server:
         place.run(*openai(server))
     assert set(place.by_id()) == {"parts"}
+
+
+def test_servers_that_would_write_another_date_are_not_asked(served: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one rendered the messages a day later; no request can tell it the day."""
+    place, words = served, "{% if not date_string is defined %}{% set date_string = strftime_now('%F') %}{% endif %}"
+    saved = place.target / "chat_template.jinja"
+    saved.write_text(words + "{{ date_string }}" + saved.read_text())
+    place.write_prompts(*some_prompts(place)[:2])
+    on("2025-07-25", monkeypatch)
+    with server_of(place) as server:
+        place.run(*openai(server), "data.max_prompts=1")
+    on("2025-07-26", monkeypatch)
+    with server_of(place) as server:
+        with pytest.raises(UserError, match=r"write today's date; this run's has been 2025-07-25\. Use another"):
+            place.run(*openai(server))
+        assert len(place.by_id()) == 1 and not [body for body in server.bodies if "messages" in body]
+        fixed = ["target.template_args={date_string: 2025}", f"output_dir={place.folder / 'fixed'}"]
+        with pytest.raises(UserError, match=r"another prompt|counts"):  # this one renders what it likes
+            place.run(*openai(server), *fixed)
+        assert server.bodies[-1]["chat_template_kwargs"] == {"date_string": 2025}
 
 
 def test_what_servers_cannot_read_alike_is_sent_as_png(served: Place) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ from draftsmith.data_gen.answers import generators
 from draftsmith.data_gen.answers.conversation_log import ConversationLog
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.data_gen.rows.training_rows import training_rows
-from draftsmith.models.chat import load_tokenizer, render_prompt
+from draftsmith.eval.measured.evaluation import make_out
+from draftsmith.models.chat import load_tokenizer, prompt_date, render_prompt
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.target_session import TargetSession
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
-from tests.conftest import make_target, make_tokenizer
+from tests.clock import on
+from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 from tests.decoding import decode, write_answers
 from tests.regeneration_place import RegenerationPlace
 
@@ -190,6 +194,45 @@ def test_records_hold_every_turn_and_who_wrote_it(place: Workspace) -> None:
     )
     spans = [s for row in training_rows(place.path, tokenizer, 200, Rejects()) for s in row.spans]
     assert sum(end - start for start, end in spans) == tokens
+
+
+def test_every_prompt_has_the_date_of_the_first(
+    place: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whenever a run is resumed, trained on or measured; also another run that reads its answers."""
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE)
+    dated, kept = f"target.chat_template={tmp_path / 'dated.jinja'}", place.out / "prompt_date.txt"
+    place.ask(6)
+    on("2025-07-25", monkeypatch)
+    place.run(dated, "--plan")
+    assert not place.out.exists()
+    printed = place.run(dated, "data.max_prompts=2")
+    assert f"the chat template writes the date into prompts: 2025-07-25, kept in {kept}" in printed
+    on("2025-07-26", monkeypatch)
+    assert "the date into prompts" not in place.run(dated)
+    tokenizer = load_tokenizer(load_recipe(place.recipe, [dated]).target)
+    prompts = [tokenizer.decode(turn["prompt_token_ids"]) for record in place.records() for turn in record["turns"]]
+    assert len(place.by_id()) == 6 and all(str(prompt).startswith("25 Jul 2025") for prompt in prompts)
+    assert all(record["generator"]["date"] == "2025-07-25" for record in place.records())
+    with pytest.raises(UserError, match="written with date '2025-07-25', this run has '2025-07-27'"):
+        place.run(dated, "target.date=2025-07-27")
+
+    def date_of(*overrides: str) -> str | None:
+        recipe = load_recipe(place.recipe, [dated, f"output_dir={tmp_path / 'other'}", *overrides])
+        load_tokenizer(recipe.target)
+        assert not (tmp_path / "other").exists()  # a recipe alone writes nothing
+        make_out(recipe)  # an evaluation does
+        day = prompt_date(load_tokenizer(recipe.target))
+        assert (tmp_path / "other/prompt_date.txt").read_text() == f"{day}\n"
+        shutil.rmtree(tmp_path / "other")
+        return day
+
+    assert date_of() == "2025-07-26"
+    assert date_of(f"data.conversations={place.path}") == "2025-07-25"
+    assert date_of(f"data.states={place.out / 'states'}") == "2025-07-25"
+    kept.write_text("July\n")
+    with pytest.raises(UserError, match=r"prompt_date\.txt: 'July' is not a date"):
+        place.run(dated)
 
 
 def test_bad_prompts_are_kept_with_their_reason(place: Workspace) -> None:

@@ -25,7 +25,7 @@ from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS
 from draftsmith.train.run import run_identity, trainer
 from draftsmith.train.run.batches import BatchOrder
 from draftsmith.train.run.loop import Loop
-from tests.conftest import make_target, make_tokenizer
+from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 from tests.training_runs import metrics, run_main, train, write_conversations
 from tests.training_runs import recipe_path as recipe_path
 
@@ -306,3 +306,13 @@ def test_no_row_is_longer_than_the_targets_positions(
         run_main(script, recipe_path, *short, f"data.prompts={tmp_path / 'prompts.jsonl'}")
         printed = capsys.readouterr().out
         assert note in printed and "2048" not in printed.replace(note, "")
+
+
+def test_a_run_goes_on_with_prompts_of_its_own_date_alone(recipe_path: Path, tmp_path: Path) -> None:
+    """Conversations with answers of their own are rendered anew in every run."""
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%F') }}" + CHAT_TEMPLATE)
+    dated = f"target.chat_template={tmp_path / 'dated.jinja'}"
+    output = train(recipe_path, dated, "target.date=2025-07-25", "train.max_steps=1")
+    with pytest.raises(UserError, match=r"target\.date: the checkpoint has '2025-07-25', this run has '2025-07-26'"):
+        train(recipe_path, dated, "target.date=2025-07-26", "train.max_steps=2")
+    assert not (output / "prompt_date.txt").exists()  # the recipe says it

@@ -30,6 +30,7 @@ from draftsmith.models.chat import (
     load_config,
     load_generation_config,
     load_tokenizer,
+    prompt_date,
     reads_pictures,
     template_variables,
     tokenizer_fingerprint,
@@ -253,7 +254,8 @@ def open_servers(recipe: Recipe, settings: GenerationSettings, tokenizer: PreTra
     """The recipe's servers, not yet connected."""
     embedded = getattr(load_config(recipe.target).get_text_config(), "vocab_size", 0)
     vocabulary = Vocabulary(tokenizer, max(embedded, len(tokenizer)), settings.stop_ids)
-    return Servers(recipe.data.generator, settings, vocabulary, template_variables(recipe.target))
+    day = None if "date_string" in recipe.target.template_args else prompt_date(tokenizer)  # Llama's variable for it
+    return Servers(recipe.data.generator, settings, vocabulary, template_variables(recipe.target), day)
 
 
 def generation_settings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GenerationSettings:
@@ -289,6 +291,7 @@ def generator_identity(
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
         **{key: change for key, change in changes.items() if change is not None},  # older files lack these keys
         **({"template_args": template_variables(section)} if template_variables(section) else {}),
+        **({"date": day} if (day := prompt_date(tokenizer)) else {}),
         **asdict(settings.sampling),
         "seed": settings.seed,
         "max_new_tokens": settings.max_new_tokens,

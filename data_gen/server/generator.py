@@ -29,6 +29,7 @@ from draftsmith.data_gen.server.answers import BadAnswer, Completion, Refused, U
 from draftsmith.data_gen.server.chats import ChatPrompt, as_completion, chat_of
 from draftsmith.data_gen.server.client import CONNECT_SECONDS, NEEDED, Client, Failed
 from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.files.prompt_date import today
 from draftsmith.recipes.prompts.pictures import UnusablePicture
 from draftsmith.recipes.schema import GeneratorSection
 from draftsmith.recipes.server_urls import normalised_urls
@@ -84,6 +85,7 @@ class Servers:
 
     Args:
         template_args: variables of the chat template, which servers need for chats.
+        day: that prompts name, YYYY-MM-DD; None: they name none.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Servers:
         settings: GenerationSettings,
         vocabulary: Vocabulary,
         template_args: dict[str, Any] | None = None,
+        day: str | None = None,
     ):
         self.servers = [Server(url) for url in normalised_urls(section.base_urls)[0]]
         self.concurrency = section.concurrency
@@ -99,7 +102,7 @@ class Servers:
         self.tokens_received = 0  # includes unfinished answers that are streamed
         self.model = section.served_model
         self._section, self._settings, self._vocabulary = section, settings, vocabulary
-        self._template_args = template_args or {}
+        self._template_args, self._day = template_args or {}, day
         self._client = Client(section.api_key_env, section.timeout_seconds)
         self.loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()  # a server came back or is less loaded
@@ -380,6 +383,12 @@ class Servers:
             "no_stop_trim": True,  # SGLang
             "return_token_ids": True,
         }
+        if chat and self._day not in (None, today().isoformat()):  # no request can set a template's clock
+            raise UserError(
+                f"data.generator: servers render prompts with pictures and write today's date; this run's has been "
+                f"{self._day}. Use another output_dir, and fix the date there: in target.template_args.date_string, if "
+                "the chat template is Llama's, or by a target.chat_template without strftime_now that the servers have"
+            )
         if chat and self._template_args:
             body["chat_template_kwargs"] = self._template_args
         if self._section.stream:

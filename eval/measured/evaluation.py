@@ -188,7 +188,7 @@ def _replace_answers(recipe: Recipe) -> None:
 
 
 def make_out(recipe: Recipe) -> None:
-    """Makes eval.out. Raises UserError if it cannot be made or written to."""
+    """Makes eval.out, and keeps the date of the prompts. Raises UserError if it cannot be made or written to."""
     out, key = recipe.eval_out, "eval.out" if recipe.eval.out is not None else "output_dir"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -196,6 +196,7 @@ def make_out(recipe: Recipe) -> None:
         raise UserError(f"{key}: {out} cannot be made: {error.strerror}; name another folder") from None
     if not os.access(out, os.W_OK):
         raise UserError(f"{key}: nothing can be written to {out}; name another folder, or fix its permissions")
+    recipe.keep_date()
 
 
 @contextmanager

@@ -73,6 +73,8 @@ def parse_command(
     command.recipe = load_recipe(command.recipe_path, command.overrides)
     if writes:
         check_output(command.recipe)
+        if not command.plan:
+            command.recipe.keep_date()
     return command
 
 

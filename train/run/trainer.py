@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
 from draftsmith.data_gen.states.stored_target import StoredTarget
-from draftsmith.models.chat import load_config, load_tokenizer
+from draftsmith.models.chat import load_config, load_tokenizer, prompt_date
 from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout, written
 from draftsmith.models.costs import target_size
 from draftsmith.models.formats.exporting import check_export
@@ -126,6 +126,8 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
     identity = target_identity(target, section.model, section.revision, inputs.fingerprint, target_changes(section))
     drafter = new_drafter(recipe.drafter, shape, inputs.vocab, target, identity).to(accelerator.device)
     computed = identity | {"dtype": str(target.dtype).removeprefix("torch.")}
+    if day := prompt_date(tokenizer):
+        computed["date"] = day
     check_ranks_agree({"target": computed, "data.states": store_identity(store)})
 
     trainee = trainee_of(recipe.train, drafter)
