@@ -37,6 +37,7 @@ from draftsmith.models.drafters import (
 from draftsmith.models.families import auto_class
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
 from draftsmith.models.layers import rotary
+from draftsmith.models.rotation import checked_rotation
 from draftsmith.models.target import Target
 from draftsmith.models.vision import is_vision_language
 from draftsmith.models.vocab import DraftVocab
@@ -366,10 +367,12 @@ def check_sizes(directory: Path, shape: DrafterConfig, found: Mapping[str, list[
 
 
 def check_rotary(directory: Path, shape: DrafterConfig) -> None:
-    """Raises UserError unless the rotary parameters give finite frequencies."""
+    """Raises UserError unless the rotary parameters are those of a kind (`models.rotation`) and give finite
+    frequencies."""
     try:
         if not isinstance(shape.rope_parameters, dict):
             raise ValueError("not an object")
+        checked_rotation(shape.rope_parameters, shape.max_position_embeddings)
         table = rotary(shape.rope_parameters, shape.head_dim, shape.max_position_embeddings)
         if not table.inv_freq.isfinite().all() or not math.isfinite(table.attention_scaling):
             raise ValueError("the frequencies are not finite")

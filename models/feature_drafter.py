@@ -34,10 +34,11 @@ from torch.nn import functional
 from typing_extensions import Self
 
 from draftsmith.models.draft_tree import Committed, Embedder
-from draftsmith.models.families import layer_configs
+from draftsmith.models.families import layer_configs, rotations, usable_positions
 from draftsmith.models.key_values import BufferKind, KeyValues, SlotTree
 from draftsmith.models.layers import Attention, GatedMLP, RmsNorm, grouped_attention, rotary
 from draftsmith.models.prompt import DecoderInputs
+from draftsmith.models.rotation import PLAIN, drafters_rotation
 from draftsmith.models.target_columns import Pictures, TargetColumns, TextColumns, columns_within
 from draftsmith.models.vocab import DraftVocab, cut_head_rows
 from draftsmith.recipes.errors import UserError
@@ -62,7 +63,7 @@ class DrafterConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     hidden_act: str = "silu"
-    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    rope_parameters: dict[str, Any] = field(default_factory=PLAIN.copy)  # `models.rotation`
     embedding_scale: float = 1.0  # the target's (`Target.embedding_scale`)
     num_layers: int = 1
     attention_bias: bool = False
@@ -102,9 +103,8 @@ class DrafterConfig:
                 "drafter.intermediate_size: the target's config names no width of its MLPs; give one, for example "
                 f"{4 * config.hidden_size}"
             )
-        rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
-        if "rope_type" not in rope:  # one set per attention type: the drafter's attention is full
-            rope = rope.get("full_attention") or next(iter(rope.values()))
+        # Of one set for each type of attention, the drafter takes that of its own type, full attention.
+        rope = (getattr(config, "rope_parameters", None) or {}).get("full_attention")
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=width,
@@ -115,11 +115,8 @@ class DrafterConfig:
             draft_vocab_size=draft_vocab_size,
             capture_layers=capture_layers,
             rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
-            max_position_embeddings=config.max_position_embeddings,
-            # M-RoPE's axes are the target's: the drafter's positions are columns. Qwen2.5-VL also names it in `type`.
-            rope_parameters={
-                key: value for key, value in rope.items() if not key.startswith("mrope_") and value != "mrope"
-            },
+            max_position_embeddings=usable_positions(config),
+            rope_parameters=drafters_rotation(rope or next(iter(rotations(config)), PLAIN)),
             **own,
         )
 

@@ -17,9 +17,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 def rotary(rope_parameters: dict[str, Any], head_dim: int, max_position_embeddings: int) -> LlamaRotaryEmbedding:
-    """Rotary tables with the target's base and scaling (all of transformers' rope types)."""
+    """Rotary tables of whole heads (`models.rotation`)."""
     shape: dict[str, Any] = {"hidden_size": head_dim, "num_attention_heads": 1, "head_dim": head_dim}
-    config = LlamaConfig(**shape, max_position_embeddings=max_position_embeddings, rope_parameters=rope_parameters)
+    # A copy, which transformers completes.
+    given = dict(rope_parameters)
+    config = LlamaConfig(**shape, max_position_embeddings=max_position_embeddings, rope_parameters=given)
     return LlamaRotaryEmbedding(config)
 
 

@@ -258,7 +258,16 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "another residual": (of_config(norm_before_residual=True), "norm_before_residual is True"),
     "a strange activation": (of_config(hidden_act="__import__"), "hidden_act"),
     "states beyond the target": (of_config(eagle_aux_hidden_state_layer_ids=[2, 3, 99]), "must ascend within 0 to 6"),
-    "a strange rotation": (of_config(rope_scaling={"rope_type": "banana"}), "rope"),
+    "a strange rotation": (of_config(rope_scaling={"rope_type": "banana"}), "rope_type is 'banana'"),
+    "a rotation that changes": (
+        of_config(rope_scaling={"type": "dynamic", "factor": 2.0}),
+        "'dynamic'; drafters here rotate by default, linear, llama3, yarn, the same at every length",
+    ),
+    "half a rotation": (
+        of_config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        "whole heads",
+    ),
+    "half a rotation, above": (of_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
 }
 
 

@@ -26,6 +26,7 @@ from transformers.activations import ACT2FN
 from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.rotation import checked_rotation
 from draftsmith.recipes.errors import short
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -37,16 +38,14 @@ FIXED = {
     "use_aux_hidden_state": True,
     "logit_scale": 1.0,
     "parallel_drafting": False,
+    "partial_rotary_factor": 1.0,
 }
 WEIGHTLESS = ("d2t", "t2d")
 
 
 def eagle_config(shape: DrafterConfig, architecture: str, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of a drafter in this format. It holds no null: engines read a null as a value."""
-    rope = {key: value for key, value in shape.rope_parameters.items() if value is not None}
-    if rope.get("rope_type", "default") == "default":
-        # Drafters rotate whole heads, also where the target rotates a part. An engine would take the part.
-        rope.pop("partial_rotary_factor", None)
+    rope = shape.rope_parameters
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     config: dict[str, Any] = {
         "architectures": [architecture],
@@ -68,7 +67,7 @@ def eagle_config(shape: DrafterConfig, architecture: str, dtype: torch.dtype) ->
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
-    if scaling.get("rope_type", "default") != "default":
+    if scaling["rope_type"] != "default":
         config["rope_scaling"] = scaling
     if isinstance(shape, EagleConfig):
         return config | {"bias": shape.fc_bias}
@@ -126,6 +125,7 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
     vocab_size = reader.whole("vocab_size", target.vocab_size)
     heads = reader.whole("num_attention_heads")
     hidden = reader.whole("hidden_size")
+    positions = reader.whole("max_position_embeddings", target.max_position_embeddings)
     common: dict[str, Any] = {
         "hidden_size": hidden,
         "intermediate_size": reader.whole("intermediate_size"),
@@ -134,9 +134,9 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
         "head_dim": reader.whole("head_dim", hidden // heads),
         "vocab_size": vocab_size,
         "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
-        "max_position_embeddings": reader.whole("max_position_embeddings", target.max_position_embeddings),
+        "max_position_embeddings": positions,
         "hidden_act": reader.activation(),
-        "rope_parameters": reader.rope(),
+        "rope_parameters": reader.rope(positions),
         "num_layers": reader.whole("num_hidden_layers", 1),
         "attention_bias": any(name.endswith("q_proj.bias") for name in names),
     }
@@ -207,8 +207,12 @@ class _Reader:
             raise Contradiction(f"hidden_act is {short(value)}, not the name of an activation")
         return value
 
-    def rope(self) -> dict[str, Any]:
-        """In transformers 5's spelling. Published EAGLE configs without a base mean 10000."""
+    def rope(self, positions: int) -> dict[str, Any]:
+        """In transformers 5's spelling. Published EAGLE configs without a base mean 10000.
+
+        Args:
+            positions: the drafter's max_position_embeddings.
+        """
         given = self._get("rope_parameters", None)
         scaling = self._get("rope_scaling", {})
         for key, value in (("rope_parameters", given), ("rope_scaling", scaling)):
@@ -227,7 +231,10 @@ class _Reader:
         rope = dict(given if given is not None else scaling or {})
         rope.setdefault("rope_type", rope.pop("type", "default"))
         rope.setdefault("rope_theta", self.number("rope_theta", 10000.0))
-        return rope
+        try:
+            return checked_rotation(rope, positions)
+        except ValueError as error:
+            raise Contradiction(f"rotary embedding: {error}") from None
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.config.get(key)

@@ -24,6 +24,7 @@ from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats import speculators
 from draftsmith.models.formats.eagle import AUX_IDS, WEIGHTLESS, scaling_of
 from draftsmith.models.formats.folder import FLOATS, TensorInfo
+from draftsmith.models.rotation import KINDS
 from draftsmith.recipes.errors import short
 
 Sizes = dict[str, list[int]]
@@ -51,6 +52,7 @@ class ServingEngine:
     load: Callable[[dict[str, Any], Mapping[str, TensorInfo], Mapping[str, Any]], Loaded]
     command: Callable[[DrafterConfig, str, str], str]  # of drafter, target and folder
     raises_on_unknown: bool  # else it drops unknown tensors without a word
+    rotations: Mapping[str, tuple[str, ...]]  # kinds (`models.rotation`) -> the settings that it reads
     raises_on_missing: bool = False  # else it leaves them random
     # A drafter reads the target's table, unscaled, or the file's own where there is one; or what the target's module
     # makes of tokens, which families scale or not.
@@ -72,12 +74,21 @@ class ServingEngine:
                 )
         if shape.hidden_act != "silu":
             reasons.append(f"{self.title} knows silu alone, the drafter has {shape.hidden_act}")
+        reasons += self._rotation_reasons(shape.rope_parameters)
         layers = int(target["num_layers"])
         if isinstance(shape, Eagle3Config) and max(shape.capture_layers) >= layers:
             reasons.append(
                 f"{self.title} captures states before the target's final norm, the drafter reads {layers}, after it"
             )
         return reasons + self.refusals(shape, layers)
+
+    def _rotation_reasons(self, rope: Mapping[str, Any]) -> list[str]:
+        kind = rope["rope_type"]
+        if kind not in self.rotations:
+            known = " and ".join([key for key in self.rotations if key != "default"]) or "none"
+            return [f"{self.title}'s rotary scaling has been followed for {known}, the drafter has {kind}"]
+        unread = sorted(rope.keys() - {"rope_type", "rope_theta", *self.rotations[kind]})
+        return [f"{self.title} does not read {', '.join(unread)} of a {kind} rotation"] if unread else []
 
 
 def problems(
@@ -101,8 +112,6 @@ def problems(
         return [*found, f"{engine.title} cannot read config.json: {type(error).__name__} {error}"]
     for each in fields(shape):
         want, have = getattr(shape, each.name), loaded.values.get(each.name, getattr(shape, each.name))
-        if each.name == "rope_parameters":
-            want, have = _rope(want), dict(have)
         if (list(want) if isinstance(want, tuple) else want) != (list(have) if isinstance(have, tuple) else have):
             found.append(f"{each.name}: {engine.title} takes {short(have)}, the drafter was trained with {short(want)}")
     for key, (have, want) in loaded.values.get("_fixed", {}).items():
@@ -176,13 +185,6 @@ def _nulls(config: Any, before: str = "") -> Iterator[str]:
             if value is None:
                 yield f"{before}{key}"
             yield from _nulls(value, f"{before}{key}.")
-
-
-def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Without keys that a plain rotation of the whole head ignores."""
-    plain = parameters.get("rope_type", "default") == "default"
-    ignored = {"partial_rotary_factor"} if plain else set()
-    return {key: value for key, value in parameters.items() if value is not None and key not in ignored}
 
 
 # How engines build the two families. Sizes are those of the files, so q, k, v and gate, up stand alone.
@@ -539,9 +541,6 @@ def _llama_cpp_refusals(shape: DrafterConfig, layers: int) -> list[str]:
         reasons.append("llama.cpp's EAGLE-3 has no bias in q, k, v; train with drafter.attention_bias=false")
     if isinstance(shape, Eagle3Config) and (shape.fc_norm or shape.norm_output):
         reasons.append("llama.cpp's EAGLE-3 knows neither fc_norm nor norm_output")
-    rope = shape.rope_parameters.get("rope_type", "default")
-    if rope not in ("default", "linear", "llama3"):
-        reasons.append(f"llama.cpp's rotary scaling has been followed for linear and llama3, the drafter has {rope}")
     return reasons
 
 
@@ -552,6 +551,11 @@ def _llama_cpp_command(shape: DrafterConfig, target: str, folder: str) -> str:
         "--spec-draft-p-min 0"
     )
 
+
+# EAGLE's code drops the base where there is scaling.
+_PLAIN_ONLY = {"default": KINDS["default"]}
+_BY_FREQUENCY = {kind: settings for kind, settings in KINDS.items() if kind != "yarn"}  # yarn scales the states, too
+_WITH_TRUNCATE = KINDS | {"yarn": (*KINDS["yarn"], "truncate")}
 
 ENGINES = {
     engine.name: engine
@@ -564,9 +568,12 @@ ENGINES = {
             _vllm_load,
             _vllm_command,
             True,
+            _WITH_TRUNCATE,
             embeddings="file's table",
         ),
-        ServingEngine("sglang", "SGLang", _SGLANG, _sglang_refusals, _sglang_load, _sglang_command, False),
+        ServingEngine(
+            "sglang", "SGLang", _SGLANG, _sglang_refusals, _sglang_load, _sglang_command, False, _WITH_TRUNCATE
+        ),
         ServingEngine(
             "tensorrt-llm",
             "TensorRT-LLM",
@@ -575,6 +582,7 @@ ENGINES = {
             _tensorrt_load,
             _tensorrt_command,
             True,
+            KINDS,
             embeddings="target's module",
         ),
         ServingEngine(
@@ -585,6 +593,7 @@ ENGINES = {
             _reference_load,
             _reference_command,
             False,
+            _PLAIN_ONLY,
         ),
         ServingEngine(
             "speculators",
@@ -594,6 +603,7 @@ ENGINES = {
             _speculators_load,
             _speculators_command,
             False,
+            _WITH_TRUNCATE,
             embeddings="file's table",
         ),
         ServingEngine(
@@ -604,6 +614,7 @@ ENGINES = {
             _llama_cpp_load,
             _llama_cpp_command,
             True,
+            _BY_FREQUENCY,
             True,
         ),
     )

@@ -7,7 +7,6 @@ Shapes: B rows, T tokens, C counted columns, V target vocabulary, Vd draft vocab
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -55,8 +54,6 @@ def unroll_peak(
     """
     columns = max(1, min(columns, tokens))
     vocab = DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size)
-    # Some kinds of rotary scaling read positions, which fake tensors do not hold; none needs more memory.
-    shape = replace(shape, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     with FakeTensorMode(allow_non_fake_inputs=True):
         embedding = torch.empty(shape.vocab_size, shape.hidden_size, dtype=target_dtype)
         head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, dtype=target_dtype)
