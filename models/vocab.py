@@ -427,7 +427,17 @@ def cut_by_file(path: Path, fingerprint: str, vocab: DraftVocab, size: int, stop
         fingerprint, stops: of the target's tokenizer.
 
     Raises:
-        UserError: as `load_token_counts` and `cut_vocab`; or another tokenizer's tokens were counted.
+        UserError: as `counts_of` and `cut_vocab`.
+    """
+    counts, metadata = counts_of(path, fingerprint)
+    return cut_vocab(vocab, counts, size, always_inside(metadata).union(stops))
+
+
+def counts_of(path: Path, fingerprint: str) -> tuple[torch.Tensor, dict[str, str]]:
+    """`load_token_counts`, of the tokenizer with this fingerprint.
+
+    Raises:
+        UserError: as `load_token_counts`; or another tokenizer's tokens were counted.
     """
     counts, metadata = load_token_counts(path)
     counted_with = metadata["tokenizer_fingerprint"]
@@ -437,4 +447,4 @@ def cut_by_file(path: Path, fingerprint: str, vocab: DraftVocab, size: int, stop
             f"has {fingerprint[:16]} (a fingerprint covers {FINGERPRINT_COVERS}); run `draftsmith rank-vocab` for "
             "this target"
         )
-    return cut_vocab(vocab, counts, size, always_inside(metadata).union(stops))
+    return counts, metadata

@@ -2,6 +2,7 @@
 
 import shutil
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -134,3 +135,27 @@ def test_what_cannot_be_asked_or_loaded_is_said(target_dir: Path, drafter_dir: P
         speculator.answer(MESSAGES, max_new_tokens=600)
     with pytest.raises(UserError, match="cannot be asked"):
         speculator.answer([{"role": "user", "content": [{"type": "image"}]}])
+
+
+def test_arguments_of_another_kind_are_said(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
+    counts = tmp_path / "counts.safetensors"
+
+    def refused(message: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+        with pytest.raises(UserError, match=message) as raised:
+            call(*arguments, **named)
+        assert len(raised.value.problems) == 1 and "eval." not in str(raised.value)
+
+    refused(f"{counts}: no such token counts", Speculator.load, str(target_dir), drafter_dir, counts)
+    save_token_counts(counts, torch.arange(VOCAB_SIZE), "another's", [4])
+    refused(f"token_counts: {counts} was counted with a", Speculator.load, str(target_dir), drafter_dir, counts)
+    refused("target: {'model': 'x'} is no TargetSection", Speculator.load, {"model": "x"}, drafter_dir)
+    speculator = Speculator.load(str(target_dir), drafter_dir)
+    save_token_counts(counts, torch.arange(VOCAB_SIZE), speculator.lineup.fingerprint, [4])
+    speculator = Speculator.load(str(target_dir), drafter_dir, counts)
+    refused("tree.vocab_size: ", speculator.answer, MESSAGES, tree=TreeSection(vocab_size=100_000))
+    for most in (2.5, 0, True, None):
+        refused(f"max_new_tokens: {most} must be a whole", speculator.answer, MESSAGES, most)
+    for sampling in (0.7, {"temperature": 0.7}, None):
+        refused(f"sampling: {sampling} is no Sampling; give", speculator.answer, MESSAGES, 4, sampling)
+    for tree in ({}, {"policy": "chain"}, "chain"):
+        refused(f"tree: {tree!r} is no TreeSection; give", speculator.answer, MESSAGES, 4, tree=tree)

@@ -6,6 +6,8 @@ round differently from one over a single token, which can flip near ties. A targ
 checkpoint's precision, often bfloat16; `Speculator.token_identical` tells whether answers are exact.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,23 @@ from draftsmith.models.chat import Message, RenderError, decode_answer, render_p
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.families import usable_positions
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
+from draftsmith.models.vocab import counts_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection, TreeSection
+
+
+def _check_kind(name: str, value: object, kind: type, example: str) -> None:
+    if not isinstance(value, kind):
+        raise UserError(f"{name}: {value!r} is no {kind.__name__}; give {example}")
+
+
+@contextmanager
+def _keys_as_arguments() -> Iterator[None]:
+    """Names arguments in the place of a recipe's keys in errors."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError([problem.removeprefix("eval.") for problem in error.problems]) from None
 
 
 @dataclass(frozen=True)
@@ -61,11 +78,16 @@ class Speculator:
             token_counts: the file of `draftsmith rank-vocab` by which tree.vocab_size ranks tokens.
 
         Raises:
-            UserError: one of them is missing, or the drafter was trained for another target.
+            UserError: one of them is missing, or drafter or counts were made for another target.
         """
         section = TargetSection(model=target) if isinstance(target, str) else target
-        check_drafter(TargetFacts.read(section), Path(drafter))
-        return cls(Lineup(section), Path(drafter), None if token_counts is None else Path(token_counts))
+        _check_kind("target", section, TargetSection, "a name, or TargetSection(model=...)")
+        facts, counts = TargetFacts.read(section), None if token_counts is None else Path(token_counts)
+        check_drafter(facts, Path(drafter))
+        if counts is not None:
+            with _keys_as_arguments():
+                counts_of(counts, facts.fingerprint)
+        return cls(Lineup(section), Path(drafter), counts)
 
     @property
     def token_identical(self) -> bool:
@@ -77,9 +99,11 @@ class Speculator:
         """Drafts trees of this shape with the drafter, for answers drawn by `sampling`.
 
         Raises:
-            UserError: policy auto, a tree that exceeds the target's positions, or tree.vocab_size without token counts
-                or beyond the drafter's vocabulary.
+            UserError: an argument of another kind, policy auto, a tree that exceeds the target's positions, or
+                tree.vocab_size without token counts or beyond the drafter's vocabulary.
         """
+        _check_kind("tree", tree, TreeSection, 'TreeSection(policy="chain", nodes=5)')
+        _check_kind("sampling", sampling, Sampling, "Sampling(temperature=0.7)")
         if tree.policy == "auto":
             raise UserError(
                 "tree.policy: auto measures this machine with a recipe's own answers: `draftsmith plan` does it "
@@ -89,11 +113,9 @@ class Speculator:
             raise UserError(
                 "tree.vocab_size: give Speculator.load the token_counts.safetensors that `draftsmith rank-vocab` wrote"
             )
-        try:
+        with _keys_as_arguments():
             check_size(tree, usable_positions(self.target.config))
-        except UserError as error:  # the recipe's key is an argument here
-            raise UserError([problem.removeprefix("eval.") for problem in error.problems]) from None
-        return self.lineup.proposer(replace(self.contender, tree=tree), sampling)
+            return self.lineup.proposer(replace(self.contender, tree=tree), sampling)
 
     def answer(
         self,
@@ -111,9 +133,12 @@ class Speculator:
             tree: the shape of the draft trees; None: EAGLE-2's with 60 nodes.
 
         Raises:
-            UserError: the chat template refuses the messages, prompt and answer exceed the target's positions, or
-                `proposer` refuses the tree.
+            UserError: the chat template refuses the messages, max_new_tokens is no number of tokens, prompt and answer
+                exceed the target's positions, or `proposer` refuses tree or sampling.
         """
+        if type(max_new_tokens) is not int or max_new_tokens < 1:
+            raise UserError(f"max_new_tokens: {max_new_tokens!r} must be a whole number of 1 or more")
+        proposer = self.proposer(TreeSection() if tree is None else tree, sampling)
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         try:
             prompt = render_prompt(self.tokenizer, messages, tools)
@@ -124,7 +149,6 @@ class Speculator:
             raise UserError(
                 f"{len(prompt)} prompt tokens and {max_new_tokens} new ones exceed the target's {positions} positions"
             )
-        proposer = self.proposer(tree or TreeSection(), sampling)
         draws = SeededDraws(seed, prompt.digest if prompt.inserts else tuple(prompt))
         verifier = TargetVerifier(self.target, proposer, self.lineup.acceptance(self.contender, sampling))
         with torch.inference_mode():
