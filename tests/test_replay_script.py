@@ -14,6 +14,8 @@ from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.eval.decoding.policies import PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.measured import evaluation
+from draftsmith.eval.page.files import read_acceptance
 from draftsmith.eval.recorded.answers import RecordedAnswer, kept_for_validation
 from draftsmith.eval.recorded.replay import checking_bytes, replay_all
 from draftsmith.eval.recorded.replay_contenders import planned_bytes, recording_of
@@ -26,7 +28,7 @@ from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.schema import TargetSection, TreeSection
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import greedy, pair_of, taught
 from tests.replay_cases import PROMPTS, SAME, conversation, generation_line, policy, write_lines
@@ -206,12 +208,40 @@ def test_what_cannot_be_replayed_is_told_before_weights_are_loaded(
     holes = write_lines(place / "holes.jsonl", *some, generation_line("plain decoding", "y", [5, 4]))
     for path, override, message in (
         (drawn_ones, "eval.tree={policy: chain, draw: sampled}", "eval.tree: draw: sampled cannot be replayed"),
-        (drawn_ones, "eval.tree={policy: auto}", "eval.tree: policy auto needs speeds, and replay measures none"),
         (foreign, "eval.seed=0", r"foreign\.jsonl:1: recorded from another target: tokenizer_fingerprint another"),
         (holes, "eval.seed=0", "the answers of 'chain' are not to the same turns as those of plain decoding"),
     ):
         with pytest.raises(UserError, match=message):
             measure("eval.mode=replay", f"eval.answers={path}", override)
+
+
+def test_automatic_rows_replay_the_trees_that_decoding_chose(
+    place: Path, measure: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without such trees they are left out, as long as others are left."""
+    tree = {"policy": "svip", "svip": {"h": 0.45}, "draft_calls": 5}
+    monkeypatch.setattr(evaluation, "check_automatic", lambda *_: None)
+    monkeypatch.setattr(evaluation, "choose_tree", lambda *_: TreeSection.model_validate(tree))
+    monkeypatch.setattr(evaluation, "write_report", lambda *_: [])
+    out, chain = place / "run/automatic", {"name": "chain", "tree": {"policy": "chain"}}
+    also = [{"name": "beside", "tree": {"policy": "auto"}, "router": {}}, chain]
+    automatic = "eval.tree={policy: auto}", f"eval.also={json.dumps(also)}", f"eval.out={out}"
+    measure(*automatic, "eval.max_prompts=2", "eval.max_new_tokens=8")
+    capsys.readouterr()
+    measure("eval.mode=replay", *automatic)
+    assert "left out" not in capsys.readouterr().out
+    decoded, replayed = (read_acceptance(path / "acceptance.json")["contenders"] for path in (out, out / "replay"))
+    names = {"eagle3, auto: svip of up to 5", "beside: svip of up to 5", "chain", "plain decoding"}
+    assert decoded.keys() == replayed.keys() == names
+    for name, row in decoded.items():
+        for key in ("tree", "accepted_histogram", "draft_calls_per_round"):
+            assert replayed[name][key] == row[key]
+    (out / "acceptance.json").unlink()
+    measure("eval.mode=replay", *automatic, "--plan")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "note: left out: eval.also.0: policy auto needs speeds" in said and "replayed by chain answers" in said
+    with pytest.raises(UserError, match=r"eval\.tree: policy auto needs .* 'eagle3, auto': decode first, or name"):
+        measure("eval.mode=replay", *automatic, "eval.also=[]", "--plan")
 
 
 def test_answers_of_another_target_with_the_same_tokenizer_are_refused(

@@ -146,7 +146,7 @@ def test_rows_that_differ_in_their_router_share_a_plan(place: Path, monkeypatch:
 
     def choose(lineup: object, recipe: Recipe, contender: Contender) -> TreeSection:
         planned.append(contender)
-        return TreeSection(policy="chain", nodes=2 + len(planned))
+        return TreeSection(policy="chain", nodes=2 + len(planned), vocab_size=16)
 
     monkeypatch.setattr(evaluation, "choose_tree", choose)
     auto = {"tree": {"policy": "auto"}}
@@ -161,6 +161,7 @@ def test_rows_that_differ_in_their_router_share_a_plan(place: Path, monkeypatch:
     chosen = evaluation.with_chosen_trees(untouched, recipe, contenders_of(recipe))
     assert [contender.tree.nodes for contender in chosen[1:]] == [3, 3, 4, 9]
     assert [contender.router is None for contender in chosen[1:4]] == [True, False, True]
+    assert {contender.token_counts for contender in chosen[1:4]} == {recipe.token_counts_path}  # of trees that cut
 
 
 def refused(*arguments: Any) -> str:

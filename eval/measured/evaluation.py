@@ -27,7 +27,7 @@ from draftsmith.eval.page.files import (
     write_acceptance,
     write_report,
 )
-from draftsmith.eval.planner.command import choose_tree
+from draftsmith.eval.planner.command import choose_tree, lean
 from draftsmith.eval.planner.search import candidates_of, prepared
 from draftsmith.eval.recorded.replay import Agreement
 from draftsmith.eval.recorded.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
@@ -85,19 +85,22 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
                 print(f"CANNOT WORK yet: policy auto: {'; '.join(error.problems)}")
             return
         lineup = Lineup(recipe.target)
-        contenders = with_chosen_trees(lineup, recipe, contenders)
+        asked_for, contenders = contenders, with_chosen_trees(lineup, recipe, contenders)
+        pairs = zip(asked_for, contenders, strict=True)
+        chosen = {before.name: lean(after.tree) for before, after in pairs if before.tree.policy == "auto"}
         with keeping_answers(partial_log(recipe)) as file:
             results = decode_all(lineup, recipe, contenders, asked, file, rejects)
             file.close()
             notes = [*relaxed_notes(recipe, contenders), *precision_notes(lineup, contenders)]
             notes += [rejects.summary()] if rejects.total else []
-            publish_results(recipe, lineup, contenders, results, notes=notes)
+            publish_results(recipe, lineup, contenders, results, {"chosen_trees": chosen}, notes)
 
 
 def evaluate_by_replay(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
     """Replays every contender along recorded answers. With `plan` it only prints the plan."""
     if not plan:
         make_out(recipe)
+    contenders = with_trees_chosen_before(recipe, contenders)
     check_contenders(recipe, contenders, plan)
     recording = recording_of(recipe, contenders)
     recipe = as_replayed(recipe, recording)
@@ -233,7 +236,42 @@ def with_chosen_trees(lineup: Lineup, recipe: Recipe, contenders: Sequence[Conte
         if tree is None:
             tree = choose_tree(lineup, recipe, contender)
             planned.append((alike, tree))
-        result.append(replace(contender, tree=tree, name=f"{contender.name}: {tree_name(tree)}"))
+        result.append(_with_tree(recipe, contender, tree))
+    return result
+
+
+def _with_tree(recipe: Recipe, contender: Contender, tree: TreeSection) -> Contender:
+    """A contender with the tree that `auto` has become, in its name, too."""
+    counts = recipe.token_counts_path if tree.vocab_size is not None else None
+    return replace(contender, tree=tree, token_counts=counts, name=f"{contender.name}: {tree_name(tree)}")
+
+
+def with_trees_chosen_before(recipe: Recipe, contenders: Sequence[Contender]) -> list[Contender]:
+    """The contenders with `auto` replaced by the tree that the last decoding in eval.out chose. Those without such a
+    tree are left out, with a note.
+
+    Raises:
+        UserError: none is left.
+    """
+    path, result, problems = recipe.eval_out / "acceptance.json", [], []
+    try:
+        chosen = read_acceptance(path).get("chosen_trees", {})
+    except UserError:
+        chosen = {}
+    for contender in contenders:
+        if contender.tree.policy != "auto":
+            result.append(contender)
+        elif contender.name in chosen:
+            result.append(_with_tree(recipe, contender, TreeSection.model_validate(chosen[contender.name])))
+        else:
+            problems.append(
+                f"{contender.place}: policy auto needs speeds, and replay measures none; {path} has no tree that a "
+                f"decoding chose for {contender.name!r}: decode first, or name a policy"
+            )
+    if not result:
+        raise UserError(problems)
+    for problem in problems:
+        print(f"note: left out: {problem}")
     return result
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, model_validator
 
 from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.schema import TreeSection
 
 # Characters that must not be on a page: controls, lone surrogates, non-characters, and bidirectional controls.
 FORBIDDEN = re.compile(
@@ -172,6 +173,7 @@ class AcceptanceFile(FileShape):
     dtype: str
     made: Made
     recipe: str
+    chosen_trees: dict[str, TreeSection] = {}  # by policy auto, for contenders as the recipe names them
 
     @model_validator(mode="after")
     def _agree(self) -> "AcceptanceFile":

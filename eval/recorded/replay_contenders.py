@@ -70,8 +70,6 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
                 f"{contender.place}: quantization: replay reads one target; leave the contender out, or replay with "
                 "target.quantization along that target's own answers"
             )
-        if contender.tree.policy == "auto":
-            problems.append(f"{contender.place}: policy auto needs speeds, and replay measures none; name a policy")
         if contender.tree.draw == "sampled" and not all(answer.known_greedy for answer in own):
             problems.append(
                 f"{contender.place}: draw: sampled cannot be replayed along answers that were drawn (or may have "
