@@ -69,6 +69,13 @@ def usable_positions(config: Any) -> int:
     return min(most, changing_rotation(config) or most)
 
 
+def positions_text(config: Any) -> str:
+    """`usable_positions`, for messages: where they end before max_position_embeddings, with the reason."""
+    usable = usable_positions(config)
+    reason = " (behind them its longrope rotation changes for all tokens)" * (usable == changing_rotation(config))
+    return f"{usable:,} positions{reason}"
+
+
 def changing_rotation(config: Any) -> int | None:
     """The length, in tokens, behind which the target rotates all tokens by other frequencies; None: it never does.
 

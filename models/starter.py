@@ -68,7 +68,7 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
     # Imported here: they take seconds, and mistakes on the command line come first.
     from draftsmith.models.chat import THINKING_SWITCHES, load_config, load_tokenizer
     from draftsmith.models.costs import target_size
-    from draftsmith.models.families import usable_positions
+    from draftsmith.models.families import changing_rotation, usable_positions
     from draftsmith.models.formats.exporting import able_engines, source_to_train
     from draftsmith.models.target import default_capture_layers, shallow_capture_layers
 
@@ -91,6 +91,7 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
     others = ", ".join(title for title in without if title not in with_norms)
     cut = vocabulary > DRAFT_VOCAB
     length = min(2048, positions)
+    changes = f"; at most {positions:,}: there longrope changes" if positions == changing_rotation(text) else ""
     answer = min(1024 if hidden >= 1024 else 512, length // 2)
     small = hidden < 1024
     template = str(tokenizer.chat_template)
@@ -115,7 +116,7 @@ target:
 data:
   prompts: {_scalar(prompts)}{"" if own else " | or your own: my_prompts.jsonl"}
 {"" if own else f"  max_prompts: {5_000 if small else 50_000} | more raise acceptance: docs/training.md"}
-  max_length: {length} | tokens of a training row
+  max_length: {length} | tokens of a training row{changes}
   contamination: remove | leaves out what eval.prompts ask
   generator: | a server is faster for large targets: docs/regeneration.md
     batch_size: {32 if small else 8} | answers side by side

@@ -1,5 +1,6 @@
 """Tiny random-weight targets and a byte-level tokenizer: everything the tests need, made in seconds, no network."""
 
+import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +65,8 @@ def make_config(family: str = "llama", num_layers: int = 7, **overrides) -> Any:
         "bos_token_id": None,
         "eos_token_id": 4,
     }
-    return AutoConfig.for_model(family, **(settings | overrides))
+    # transformers completes dicts in place, which other tests share.
+    return AutoConfig.for_model(family, **copy.deepcopy(settings | overrides))
 
 
 def make_target(family: str = "llama", num_layers: int = 7, seed: int = 0, **overrides) -> Any:

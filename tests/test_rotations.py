@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.alignment import columns_of
+from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.families import usable_positions
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.formats.eagle import eagle_config, read_config
@@ -18,7 +20,7 @@ from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.target import Target
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 from tests.conftest import make_config, make_target
-from tests.decoding import decode
+from tests.decoding import decode, decode_batch
 from tests.pairs import greedy, untaught
 from tests.test_targets import FAMILIES, some_tokens
 
@@ -132,3 +134,29 @@ def test_an_engine_serves_rotations_that_it_reads_in_full(rope: dict[str, Any], 
     reasons = {name: engine.reasons(shape, {"num_layers": 7}) for name, engine in ENGINES.items()}
     assert [name for name, found in reasons.items() if not found] == able
     assert all("rotary scaling" in found[0] or "does not read" in found[0] for found in reasons.values() if found)
+
+
+@torch.no_grad()
+def test_up_to_where_longrope_changes_nothing_depends_on_neighbours_or_drafts() -> None:
+    """The longest of 32 tokens, trees that would reach beyond, and other rows beside them: each as by itself."""
+    target = Target(make_target(rope_parameters=LONGROPE))
+    rows = [some_tokens(count, count) for count in (32, 20, 7)]
+    together = target.states(torch.tensor([row + [0] * (32 - len(row)) for row in rows])).last
+    for row, states in zip(rows, together, strict=True):
+        torch.testing.assert_close(states[: len(row)], target.states(torch.tensor([row])).last[0], rtol=1e-4, atol=1e-4)
+    changed = target.states(torch.tensor([rows[0] + [7]])).last[0, :32]  # a token more, and none is as it was
+    assert (changed - together[0]).norm() > 0.1 * together[0].norm()
+
+    prompts, budgets = [row[:n] for row, n in zip(rows, (24, 20, 4), strict=True)], [8, 12, 28]
+    expected = [greedy(target, prompt, budget) for prompt, budget in zip(prompts, budgets, strict=True)]
+    drafter = PolicyProposer(FeatureDrafting(untaught("eagle3", target)), Eagle2(nodes=12, draft_calls=5, top_k=4))
+    for proposer in (None, PromptLookup(6, target.device), drafter):
+        answers = decode_batch(target, proposer, prompts, {-1}, budgets)
+        assert [answer.token_ids for answer in answers] == expected
+    with pytest.raises(ValueError, match="24 prompt tokens and 9 new ones exceed the target's 32 positions"):
+        decode_batch(target, None, prompts[:1], {-1}, 9)
+    small = CausalLMDrafting(Target(make_target(rope_parameters=LONGROPE, seed=1)))
+    answers = decode_batch(
+        target, PolicyProposer(small, Eagle2(nodes=12, draft_calls=5, top_k=4)), prompts, {-1}, budgets
+    )
+    assert [answer.token_ids for answer in answers] == expected

@@ -281,16 +281,37 @@ def test_validation_rows_that_are_not_finite_are_named_and_left_out(
     assert 0 < line["validation_loss"] != clean["validation_loss"] and "validation_left_out" not in clean
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 24,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "positions", "reason"),
+    [
+        ("llama", {"max_position_embeddings": 24}, ""),
+        ("gpt2", {"max_position_embeddings": 24, "n_positions": 24}, ""),
+        ("llama", {"rope_parameters": LONGROPE}, " (behind them its longrope rotation changes for all tokens)"),
+    ],
+)
 def test_no_row_is_longer_than_the_targets_positions(
-    recipe_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], family: str
+    recipe_path: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    family: str,
+    positions: dict[str, Any],
+    reason: str,
 ) -> None:
-    """Beyond them, learnt positions end in an IndexError, and a rotation in states that the target was never trained
-    to have. Every command that reads or plans rows leaves the longer ones out, and says so."""
-    make_target(family, max_position_embeddings=24, n_positions=24).save_pretrained(tmp_path / "short")
+    """Beyond them, learnt positions end in an IndexError, a rotation in states that the target was never trained to
+    have, and longrope's in others for the whole micro-batch. Every command that reads or plans rows leaves the longer
+    ones out, and says so."""
+    make_target(family, **positions).save_pretrained(tmp_path / "short")
     make_tokenizer().save_pretrained(tmp_path / "short")
     short = ["--plan", f"target.model={tmp_path / 'short'}"]
-    note = "note: data.max_length is 2,048, and the target has 24 positions: no row is longer than 24 tokens\n"
+    note = f"note: data.max_length is 2,048, and the target has 24 positions{reason}: no row is longer than 24 tokens\n"
     output = train(recipe_path, *short[1:], "train.max_steps=1")
     assert note in capsys.readouterr().out
     rejected = (output / "conversations.training_rejects.jsonl").read_text().splitlines()

@@ -21,7 +21,7 @@ from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.metrics import tau
 from draftsmith.models.chat import Message, RenderError, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
-from draftsmith.models.families import usable_positions
+from draftsmith.models.families import positions_text, usable_positions
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.vocab import counts_of
 from draftsmith.recipes.errors import UserError
@@ -144,10 +144,10 @@ class Speculator:
             prompt = render_prompt(self.tokenizer, messages, tools)
         except RenderError as error:
             raise UserError(f"the messages cannot be asked: {error}") from error
-        positions = usable_positions(self.target.config)
-        if len(prompt) + max_new_tokens > positions:
+        if len(prompt) + max_new_tokens > usable_positions(self.target.config):
             raise UserError(
-                f"{len(prompt)} prompt tokens and {max_new_tokens} new ones exceed the target's {positions} positions"
+                f"{len(prompt)} prompt tokens and {max_new_tokens} new ones exceed the target's "
+                f"{positions_text(self.target.config)}"
             )
         draws = SeededDraws(seed, prompt.digest if prompt.inserts else tuple(prompt))
         verifier = TargetVerifier(self.target, proposer, self.lineup.acceptance(self.contender, sampling))

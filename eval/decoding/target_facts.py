@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity
-from draftsmith.models.families import usable_positions
+from draftsmith.models.families import positions_text, usable_positions
 from draftsmith.models.quantize import target_changes
 from draftsmith.models.turn_ends import stop_ids
 from draftsmith.recipes.schema import Recipe, TargetSection
@@ -58,7 +58,8 @@ def bounded_rows(recipe: Recipe) -> str | None:
     """A note if the target has fewer positions than data.max_length has tokens, else None."""
     if (longest := longest_row(recipe)) == recipe.data.max_length:
         return None
+    positions = positions_text(load_config(recipe.target).get_text_config(decoder=True))
     return (
-        f"note: data.max_length is {recipe.data.max_length:,}, and the target has {longest:,} positions: no row is "
-        f"longer than {longest:,} tokens"
+        f"note: data.max_length is {recipe.data.max_length:,}, and the target has {positions}: no row is longer than "
+        f"{longest:,} tokens"
     )

@@ -34,6 +34,7 @@ from draftsmith.eval.recorded.replay_contenders import as_replayed, print_replay
 from draftsmith.models.chat import decode_answer, load_config, load_tokenizer
 from draftsmith.models.checkpoint import precision_note, weight_bytes
 from draftsmith.models.costs import decoding_lines
+from draftsmith.models.families import positions_text
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import Sampling
@@ -277,13 +278,10 @@ def with_trees_chosen_before(recipe: Recipe, contenders: Sequence[Contender]) ->
 
 def no_room(recipe: Recipe) -> str | None:
     """A problem if no prompt fits beside the answer, else None."""
-    positions = positions_of(recipe.target)
-    if recipe.eval.max_new_tokens < positions:
+    if recipe.eval.max_new_tokens < positions_of(recipe.target):
         return None
-    return (
-        f"eval.max_new_tokens {recipe.eval.max_new_tokens:,} leaves no room for a prompt in the target's "
-        f"{positions:,} positions"
-    )
+    positions = positions_text(load_config(recipe.target).get_text_config(decoder=True))
+    return f"eval.max_new_tokens {recipe.eval.max_new_tokens:,} leaves no room for a prompt in the target's {positions}"
 
 
 def how_made(recipe: Recipe, lineup: Lineup, contenders: Sequence[Contender]) -> dict[str, Any]:
