@@ -40,7 +40,7 @@ from draftsmith.models.layers import rotary
 from draftsmith.models.rotation import checked_rotation
 from draftsmith.models.target import Target
 from draftsmith.models.vision import is_vision_language
-from draftsmith.models.vocab import DraftVocab
+from draftsmith.models.vocab import DraftVocab, sort_metadata
 from draftsmith.recipes.errors import UserError, first_line, short
 from draftsmith.recipes.files.atomic import atomic_folder, written
 from draftsmith.recipes.files.digest import file_digest
@@ -136,6 +136,7 @@ def save_drafter(
     with atomic_folder(directory, FILES) as partial:
         about = {"format": "pt", "config": json.dumps(_kind_and_shape(shape))}
         save_file(tensors, partial / "model.safetensors", metadata=about)
+        sort_metadata(partial / "model.safetensors")
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (partial / "recipe.yaml").write_text(recipe_yaml)
         (partial / "provenance.json").write_text(json.dumps(made_by, indent=2) + "\n")

@@ -29,7 +29,7 @@ from safetensors.torch import save
 
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import atomic_write
+from draftsmith.recipes.files.atomic import atomic_path
 from draftsmith.recipes.files.json_text import parse_json
 
 # Approximate sum of a blend's counts: exact in float64, and fine enough to tell frequencies 1e-15 apart.
@@ -176,9 +176,26 @@ def open_tensors(path: str | Path, missing: str) -> Any:
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Writes safetensors atomically."""
-    # An OSError from Python names the file; safetensors' own errors do not.
-    atomic_write(path, save(tensors, metadata=metadata))
+    """Writes safetensors atomically, the same bytes for the same content."""
+    path.resolve().parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as partial:
+        # An OSError from Python names the file; safetensors' own errors do not.
+        partial.write_bytes(save(tensors, metadata=metadata))
+        sort_metadata(partial)
+
+
+def sort_metadata(path: Path) -> None:
+    """Sorts the metadata of a safetensors file, so that equal contents have equal digests: safetensors draws the order
+    anew each time."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        if "__metadata__" in header:
+            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= size:  # the same text in another order, and blanks
+            file.seek(8)
+            file.write(text.ljust(size))
 
 
 # Ranking.

@@ -368,6 +368,10 @@ def test_a_saved_drafter_drafts_the_same(kind: str, loaded: tuple[Target, dict[s
     assert torch.equal(distributions(again, target), distributions(drafter, target))
     alone = read_drafter(tmp_path / "drafter")  # without the target, as exports do
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in alone.state_dict().items())
+    first = (tmp_path / "drafter/model.safetensors").read_bytes()
+    for _ in range(4):  # equal weights, equal digests
+        save_drafter(tmp_path / "drafter", drafter, identity, "", {})
+        assert (tmp_path / "drafter/model.safetensors").read_bytes() == first
     frozen = {"head_weight", "head_bias"}  # the target's
     assert not frozen & load_file(tmp_path / "drafter/model.safetensors").keys()
 

@@ -222,7 +222,7 @@ def test_colliding_capture_layers_are_refused() -> None:
 def test_default_capture_layers() -> None:
     """L=32 -> 2, 16, 29; 28 -> 2, 14, 25; below 7 layers they would collide."""
     assert [default_capture_layers(n) for n in (32, 28, 7)] == [(2, 16, 29), (2, 14, 25), (2, 3, 4)]
-    with pytest.raises(UserError, match="collides for a target of 6 layers"):
+    with pytest.raises(UserError, match="a target of 6 layers is too shallow for the default"):
         default_capture_layers(6)
 
 

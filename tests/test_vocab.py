@@ -177,6 +177,20 @@ def test_cut_refuses_what_cannot_be() -> None:
 # Token counts on disk.
 
 
+def test_equal_files_are_equal_bytes(tmp_path: Path) -> None:
+    """Checkpoints and `draftsmith run` know their inputs by digests. safetensors draws the order of metadata anew."""
+    about, written = (
+        {"covered_share": "0.5", "counted_tokens": "7", "tokenizer_fingerprint": "né", "a": '["\\n"]'},
+        set(),
+    )
+    for _ in range(12):
+        DraftVocab.full(5).save(tmp_path / "vocab.safetensors", about)
+        written.add((tmp_path / "vocab.safetensors").read_bytes())
+    assert len(written) == 1
+    assert DraftVocab.load(tmp_path / "vocab.safetensors").same_as(DraftVocab.full(5))
+    assert load_metadata(tmp_path / "vocab.safetensors") == about
+
+
 def test_token_counts_round_trip(tmp_path: Path) -> None:
     path, counts = tmp_path / "run" / "token_counts.safetensors", torch.tensor([3, 0, 5])
     save_token_counts(path, counts, "ab" * 32, {2, 1})
