@@ -1034,6 +1034,8 @@ class PlannerSection(Section):
     candidates: list[TreeSection] = []
     """Trees to choose from. Empty: chains of 1 to 8 tokens, EAGLE-2 trees of 8 to 60 nodes in several depths, and DDD,
     SVIP and SVIP trees in two sizes or thresholds each."""
+    seconds: Seconds = 60.0
+    """Time to choose in. A first look at all candidates is always taken; the time left goes to the fastest ones."""
     context: Count | None = None
     """Number of committed tokens at which costs are measured. The timed rounds after them must also fit in the target's
     positions. None: the mean over the recorded answers, or as much of it as fits."""
@@ -1328,6 +1330,10 @@ class Recipe(Section):
     def token_counts_path(self) -> Path:
         """Counts of each target token in supervised positions. FR-Spec's cuts rank by them."""
         return Path(self.eval.token_counts or Path(self.output_dir) / "token_counts.safetensors")
+
+    @property
+    def planner_costs_path(self) -> Path:
+        return Path(self.output_dir) / "planner_costs.json"
 
     @property
     def sam_path(self) -> Path:

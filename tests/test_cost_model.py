@@ -13,21 +13,19 @@ import torch
 
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.metrics import summarise
-from draftsmith.eval.planner import cost_model
+from draftsmith.eval.planner import measuring
 from draftsmith.eval.planner.cost_model import (
     BEAMS,
     PROBED_NODES,
-    ROUNDS,
     SETTLING,
     Costs,
     Curve,
     family,
-    measure_costs,
     predicted,
     probe_trees,
     shape_of,
-    timed_rounds,
 )
+from draftsmith.eval.planner.measuring import ROUNDS, CostMeter, Samples, TimedRound, measure_costs, timed_rounds
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import plain_rounds
 from draftsmith.models.draft_tree import Committed, DraftTree
@@ -228,7 +226,7 @@ class QuickProposer(SlowProposer):
 def test_each_second_is_charged_where_it_passes(rows: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, target = Clock(), Target(make_target())
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(cost_model, "ROUNDS", SETTLING + 1)
+    monkeypatch.setattr(measuring, "ROUNDS", SETTLING + 1)
     verify, commit = TargetSession.verify, TargetSession.commit
 
     def slow_verify(self: TargetSession, tree: DraftTree) -> Any:
@@ -257,7 +255,7 @@ def test_a_machine_s_pace_cancels_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything takes three times as long in some repeats, and grows slower within one: a probe's plain rounds do."""
     clock, target = Clock(), Target(make_target())
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(cost_model, "ROUNDS", SETTLING + 1)
+    monkeypatch.setattr(measuring, "ROUNDS", SETTLING + 1)
     pace, probes = [1.0], itertools.count()
     verify, rounds = TargetSession.verify, timed_rounds
 
@@ -266,12 +264,12 @@ def test_a_machine_s_pace_cancels_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return verify(self, tree)
 
     def slower(*arguments: Any) -> Any:
-        repeat, place = divmod(next(probes), 3)  # plain, the probe, plain
+        repeat, place = divmod(next(probes) + 2, 3)  # the warm-up; then plain, the probe, plain
         pace[0] = (1, 1, 3, 1, 3)[repeat] * (1 + place / 10)
         return rounds(*arguments)
 
     monkeypatch.setattr(TargetSession, "verify", slow_verify)
-    monkeypatch.setattr(cost_model, "timed_rounds", slower)
+    monkeypatch.setattr(measuring, "timed_rounds", slower)
     made = QuickProposer(clock)
     costs = measure_costs(target, lambda tree: made, [tree_of(policy="chain", nodes=2)], [[11, 12, 13]], 3, repeats=4)
     assert costs.probes == {"chain, 2 nodes, 1 calls": pytest.approx((2.0,) * 4)}
@@ -281,6 +279,59 @@ def test_a_machine_s_pace_cancels_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert costs.to_dict()["probes_in_plain_rounds_by_repeat"] == {"chain, 2 nodes, 1 calls": [2.0] * 4}
 
 
+def test_what_was_measured_here_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+    target, clock, pace = Target(make_target()), Clock(), itertools.count(1)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+
+    def meter(path: Path, machine: str, *nodes: int) -> CostMeter:
+        timed.clear()
+        trees = [tree_of(policy="chain", nodes=n) for n in nodes]
+        samples = Samples.read(path, {"cpu": machine}, {"context": 3})
+        return CostMeter(target, lambda tree: QuickProposer(clock), trees, [[11, 12, 13]], 3, samples=samples)
+
+    def rounds(at: Target, proposer: Any, prompts: Any, sampling: Any, rounds: int) -> list[TimedRound]:
+        timed.append("plain" if proposer is None else "probe")
+        nodes = 1 if proposer is None else 2
+        return [TimedRound(i, nodes, nodes - 1, 0.1 / next(pace), nodes / 3, 0.1) for i in range(rounds)]
+
+    monkeypatch.setattr(measuring, "timed_rounds", rounds)
+    path = tmp_path / "costs.json"
+    first = meter(path, "a", 2)
+    first.measure(first.trees, 3)
+    assert (first.known, first.measured, timed.count("probe")) == (0, 3, 1 + 3)
+    first.samples.keep(path, {"cpu": "a"}, {"context": 3})
+    again = meter(path, "a", 2)
+    again.measure(again.trees, 3)
+    assert (again.known, again.measured, timed) == (1, 0, [])
+    assert again.costs() == first.costs()  # to the last digit
+    again.measure(again.trees, 4)
+    assert again.measured == 1 and timed.count("probe") == 1 + 1
+    more = meter(path, "a", 2, 9)  # chains of 1, 2 and 8 tokens; the first is known
+    more.measure(more.trees, 1)
+    assert (len(more.probes), more.known, more.measured) == (3, 1, 2)
+    for stale in (meter(path, "b", 2), meter(tmp_path / "none.json", "a", 2)):
+        assert not stale.samples.rounds
+    more.samples.keep(path, {"cpu": "b"}, {"context": 4})  # takes the place of the other machine's
+    assert not meter(path, "a", 2).samples.rounds
+    path.write_text(path.read_text().replace('"plain":', '"plane":'))
+    assert not Samples.read(path, {"cpu": "b"}, {"context": 4}).rounds
+
+
+def test_time_that_is_over_ends_the_repeats_but_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "ROUNDS", SETTLING + 1)
+    target, drafter = pair_of("llama", None)
+    trees = [tree_of(policy="chain", nodes=2), tree_of(policy="eagle2", nodes=8, draft_calls=2, top_k=4)]
+    meter = CostMeter(target, lambda tree: proposer_of(target, drafter, tree), trees, [PROMPTS[0]], 9)
+    meter.measure(trees[:1], 3, deadline=0.0)
+    assert [len(meter.samples.rounds[name]) for name in meter.probes] == [1, 0, 0]
+    meter.measure(trees, 2)
+    assert {len(meter.samples.rounds[name]) for name in meter.probes} == {2}
+    meter.measure(trees[:1], 3)
+    # A repeat without trees tells about chains alone.
+    assert [set(each.draft) for each in meter.costs().repeats] == [{"chain", "eagle2, top_k 4"}] * 2 + [{"chain"}]
+
+
 def test_contexts_are_of_the_length_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(make_target(max_position_embeddings=64))
     read: list[list[int]] = []
@@ -288,7 +339,8 @@ def test_contexts_are_of_the_length_that_was_asked_for(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         TargetSession, "prefill", lambda at, prompts, **_: read.extend(map(list, prompts)) or prefill(at, prompts)
     )
-    measure_costs(target, lambda tree: SlowProposer(Clock()), [], [[11, 12], [13, 14, 15]], 8, repeats=2)
+    chain = tree_of(policy="chain", nodes=2)
+    measure_costs(target, lambda tree: SlowProposer(Clock()), [chain], [[11, 12], [13, 14, 15]], 8, repeats=2)
     assert {tuple(tokens) for tokens in read} == {(11, 12, 13, 14, 15, 11, 12, 13), (13, 14, 15, 11, 12, 13, 14, 15)}
     costs = measure_costs(
         target, lambda tree: SlowProposer(Clock()), [tree_of(policy="chain", nodes=4)], [[11, 12]], 1000, repeats=1

@@ -17,9 +17,11 @@ from draftsmith.eval.decoding.contenders import Contender, Lineup, contenders_of
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.evaluation import evaluate_by_decoding
 from draftsmith.eval.plan import main as plan_main
+from draftsmith.eval.planner import command as planner_command
+from draftsmith.eval.planner import measuring
 from draftsmith.eval.planner import search as planner
 from draftsmith.eval.planner.command import lean, line_of, print_choice
-from draftsmith.eval.planner.cost_model import Costs, Curve, family
+from draftsmith.eval.planner.cost_model import SETTLING, Costs, Curve, family
 from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, candidates_of, planner_answers, ranked, sweep_of
 from draftsmith.eval.recorded.answers import RecordedAnswer, Recording, read_answers
 from draftsmith.eval.recorded.replay import replay_all
@@ -310,7 +312,7 @@ def test_c2t_is_planned_like_any_other(recipe_path: Path, doubter: Path) -> None
     assert row.speedup > 0
     seen = max(nodes for generation in row.rounds for nodes in generation.tree_nodes)
     assert 1 < seen < row.tree.most  # the classifier stopped it
-    assert [calls for calls, _ in plan.costs.draft[family(row.tree)].points] == [1, 2, 4, 6]
+    assert [calls for calls, _ in plan.costs.draft[family(row.tree)].points] == [1, 2, 6]
     assert plan.costs.verify["tree"].points[-1][0] == seen
 
 
@@ -340,6 +342,41 @@ def test_auto_chooses_for_small_models_too(recipe_path: Path, target_dir: Path) 
     for row in plan.rows:
         rounds = sum(-(-(len(answer.tokens) - 1) // row.tree.most) for answer in plan.answers)
         assert sum(g.rounds for g in row.rounds) == rounds
+
+
+def test_the_slow_are_dropped_and_what_was_measured_serves_again(
+    recipe_path: Path, run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "FIRST_LOOK", 2)
+    monkeypatch.setattr(planner, "SHOWN_ROWS", 2)
+    monkeypatch.setattr(planner, "CLOSE", 1.0)
+    monkeypatch.setattr(planner, "REPEATS", 2)
+    monkeypatch.setattr(measuring, "ROUNDS", SETTLING + 1)
+    monkeypatch.setattr(Costs, "busy", False)
+    kept = run_dir / "planner_costs.json"
+    kept.unlink(missing_ok=True)
+    lineup = Lineup(load_recipe(recipe_path).target)
+
+    def plan(seconds: float) -> Plan:
+        recipe = load_recipe(recipe_path, [f"eval.planner.seconds={seconds}"])
+        return planner.make_plan(
+            lineup, recipe, *planner.prepared(recipe, main_contender(recipe), candidates_of(recipe))
+        )
+
+    def numbers(plan: Plan) -> Any:
+        return [(row.name, len(row.rounds), row.numbers, row.by_repeat) for row in plan.rows]
+
+    one = plan(1e9)
+    assert [len(row.rounds) for row in one.rows] == [4, 4, 2]  # answers
+    assert "2 of 3 candidates along all 4 answers, the others along 2" in one.effort and kept.exists()
+    assert "probes" not in one.effort
+    monkeypatch.setattr(planner.CostMeter, "_time", lambda *_: pytest.fail("measured again"))
+    again = plan(1e9)
+    assert numbers(again) == numbers(one) and again.costs == one.costs
+    assert f"; costs of 7 of 7 probes were in {kept}" in again.effort
+    assert [len(row.rounds) for row in plan(1e-9).rows] == [4, 2, 2]  # the best one is worth more than no time
+    planner_command.print_result(again, load_recipe(recipe_path), main_contender(load_recipe(recipe_path)))
+    assert again.effort in capsys.readouterr().out
 
 
 def test_an_evaluation_s_plan_says_what_auto_lacks(recipe_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@
     python -m docs.study.shapes --tables docs/results.md --plot docs/study/shapes.png    # draws a page's tables
 
 Costs depend on shapes alone, so nothing is trained: a Llama of each shape, with the demo target's vocabulary and ratios
-of widths, and an EAGLE-3 drafter for it. The planner's own measurement (eval/planner/cost_model.py) times real rounds
+of widths, and an EAGLE-3 drafter for it. The planner's own measurement (eval/planner/measuring.py) times real rounds
 of the decoding loop. Its formula then gives the gains of drafters of such a tau. `--config` measures the shape of a
 target of text, of which no weights are loaded, with a drafter of at most 32,000 tokens. Target and drafter are in the
 precision of `--dtype`.
@@ -38,7 +38,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from docs.study.make_demo_target import llama_config
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, line_legend, set_axis_titles, write_png
-from draftsmith.eval.planner.cost_model import Costs, family, measure_costs, shape_of
+from draftsmith.eval.planner.cost_model import Costs, family, shape_of
+from draftsmith.eval.planner.measuring import measure_costs
 from draftsmith.models.blocked import block_layers, block_linears
 from draftsmith.models.chat import load_config, tokenizer_fingerprint
 from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout

@@ -14,9 +14,10 @@ from rich.text import Text
 from draftsmith.eval.decoding.contenders import Contender, Lineup, main_contender
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, recipe_questions
 from draftsmith.eval.page.files import interval_text
-from draftsmith.eval.planner.cost_model import REPEATS, probe_trees
+from draftsmith.eval.planner.cost_model import probe_trees
 from draftsmith.eval.planner.precisions import precision_lines
 from draftsmith.eval.planner.search import (
+    SHOWN_ROWS,
     Plan,
     candidates_of,
     make_plan,
@@ -37,7 +38,6 @@ from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import CHAINS, Recipe, TreeSection
 
-SHOWN_ROWS = 5  # of the table; plan.json has all candidates
 # plan.json's keys of a candidate and of a measured one; `eval.measured.metrics` defines them.
 PREDICTED = (
     *("tau", "tau_interval", "tree_nodes_per_round", "draft_calls_per_round", "wasted_nodes_per_round"),
@@ -105,10 +105,10 @@ def print_planner_plan(
     probes = 1 + len(probe_trees([contender.tree for contender in contenders]))
     context = recipe.eval.planner.context or mean_context(answers)
     print("\n".join(precision_lines(recipe.target)))
-    print(f"measures     the costs of a round by {probes} probes, {1 + REPEATS} times, at {context} tokens of context")
+    print(f"measures     the costs of a round by {probes} probes, at {context} tokens of context")
     if most:
         print(f"decodes      {prompts} prompts plainly and by the best {min(most, len(contenders))} candidates")
-    print("time         progress bars show the rate and what is left")
+    print(f"time         about {recipe.eval.planner.seconds:g} s; more if a first look at all candidates takes longer")
     print(f"writes       {out}")
 
 
@@ -119,6 +119,7 @@ def print_result(plan: Plan, recipe: Recipe, planned: Contender) -> None:
     if note := sampling_note(recipe, plan.answers):
         print(f"note: {note}")
     print_ranking(plan)
+    print(plan.effort)
     if plan.costs.busy:
         low, high = (1e3 * seconds for seconds in plan.costs.plain_spread)
         print(
@@ -200,7 +201,7 @@ def write_plan(recipe: Recipe, plan: Plan, lineup: Lineup, path: Path) -> None:
     """Writes plan.json atomically."""
     rows = [
         {"name": row.name, "tree": lean(row.tree)}
-        | {"round_milliseconds": round(1e3 * round_seconds(row.rounds), 4)}
+        | {"answers": len(row.rounds), "round_milliseconds": round(1e3 * round_seconds(row.rounds), 4)}
         | {key: row.numbers[key] for key in PREDICTED}
         | {"speedup_by_repeat": row.by_repeat, "as_fast_as_plain": row.as_fast_as_plain}
         | ({"measured": {key: row.measured[key] for key in MEASURED}} if row.measured else {})

@@ -9,44 +9,29 @@ the rest of a round counts on both sides, because it is a tenth of the time on s
 (policies that stop early), so costs are summed over the rounds of recorded answers; the formula is their mean. The
 drafter's reading of an answer's prompt is added.
 
-All costs come from real rounds of the decoding loop (`eval.decoding.decode`) over recorded text, at one context length.
-In each repeat all probes take turns. Other work slows the machine unevenly, so a probe's time is scaled by the plain
-rounds before and after it. Curves are straight lines between and beyond the measured numbers of nodes and calls.
+`eval.planner.measuring` times such rounds. Curves are straight lines between and beyond the measured numbers of nodes
+and calls.
 
 Answers side by side share a round, which costs as much as its largest tree and most calls. Each answer is replayed
 alone, so policies that stop early are predicted a little too fast.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle, pairwise
 from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
-from draftsmith.eval.decoding.accept import acceptance_of
-from draftsmith.eval.decoding.decode import Clock, Generation, Mark, TargetVerifier, decode
-from draftsmith.models.draft_tree import Proposer
-from draftsmith.models.families import usable_positions
-from draftsmith.models.prompt import Insert, Prompt
-from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
-from draftsmith.models.target import Target
-from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError
+from draftsmith.eval.decoding.decode import Generation
 from draftsmith.recipes.schema import CHAINS, TreeSection
 
-CALLS = (1, 2, 4, 8, 16, 32, 64)  # draft calls to probe, up to a family's most
+CALLS = (1, 2, 8, 32)  # draft calls to probe, up to half of a family's most, and the most: from 2 on, all cost alike
 PROBED_NODES = (4, 8, 16, 24, 32, 48, 60, 80, 100, 128, 192, 256)  # nodes to probe, up to the largest tree's
-ROUNDS = 12  # of a probe in each repeat
 SETTLING = 3  # first rounds to leave out: plain rounds took a sixth longer until caches held this model again
-REPEATS = 4
 BUSY = 0.2  # interquartile range over median of plain rounds; 0.35 and 0.46 with 18 processes on two cores
 FEWEST = 4  # samples that a point inside a curve needs
-TURNS = 2  # probes between plain rounds
 PLAIN_PROBE = ""  # plain decoding's name among the probes
 BEAMS = ("eagle2", "ddd", "svip_tree")
 
@@ -169,7 +154,7 @@ def _timed(costs: Costs, tree: TreeSection | None, generation: Generation) -> Ge
     return replace(generation, draft_seconds=draft, verify_seconds=verify, decode_seconds=total)
 
 
-# Measuring.
+# Measured rounds.
 
 
 @dataclass(frozen=True)
@@ -188,125 +173,22 @@ class TimedRound:
         return self.draft + self.verify + self.rest
 
 
-def measure_costs(
-    target: Target,
-    proposer_of: Callable[[TreeSection], Proposer],
-    trees: Sequence[TreeSection],
-    texts: Sequence[Sequence[int]],
-    context: int,
-    sampling: Sampling = GREEDY,
-    rows: int = 1,
-    repeats: int = REPEATS,
-) -> Costs:
-    """Measures the costs of all rounds that these trees may need.
-
-    Args:
-        proposer_of: builds a proposer for a tree.
-        texts: prompts or token ids to continue, cut or joined to `context` tokens.
-        rows: answers decoded side by side.
-
-    Raises:
-        UserError: no room for such trees after that context.
-    """
-    probes: dict[str, tuple[TreeSection, Proposer]] = {}
-    for tree in probe_trees(trees):
-        probes[f"{family(tree)}, {tree.nodes} nodes, {tree.draft_calls} calls"] = (tree, proposer_of(tree))
-    context = min(context, room_for(usable_positions(target.config), trees))
-    prompts = [joined([*texts[i:], *texts[:i]], context) for i in range(len(texts))]
-    names = list(probes)
-    raw: list[list[tuple[str, list[TimedRound]]]] = []  # of each repeat: probes and plain rounds as they took turns
-    total = (repeats + 1) * (len(names) + -(-len(names) // TURNS) + 1)
-    with Bar(total=total, desc="costs", unit="probe", leave=False) as progress:
-        for repeat in range(repeats + 1):
-            first = repeat * len(names) // (repeats + 1)
-            order = names[first:] + names[:first]
-            asked = [prompts[(repeat * rows + row) % len(prompts)] for row in range(rows)]
-            taken: list[tuple[str, list[TimedRound]]] = []
-            for name in [n for i in range(0, len(order), TURNS) for n in (PLAIN_PROBE, *order[i : i + TURNS])] + [
-                PLAIN_PROBE
-            ]:
-                proposer = probes[name][1] if name in probes else None
-                taken.append((name, timed_rounds(target, proposer, asked, sampling)))
-                progress.update()
-            if repeat:  # the first one is a warm-up
-                raw.append(taken)
-    plain = [r.seconds for taken in raw for name, timed in taken if name == PLAIN_PROBE for r in _settled(timed)]
-    low, high = np.percentile(plain, (25, 75))
-    measured = [_evened(taken, median(plain)) for taken in raw]
-    whole = {name: [r for one in measured for r in one[name]] for name in (PLAIN_PROBE, *names)}
-    kept = {name: tree for name, (tree, _) in probes.items()}
-    costs, *each = (_costs(kept, one, (float(low), float(high)), len(prompts[0]), rows) for one in (whole, *measured))
-    took = {
-        name: tuple(
-            median(r.seconds for r in _settled(one[name])) / costs.plain
-            for one, costs in zip(measured, each, strict=True)
-        )
-        for name in names
-    }
-    return replace(costs, probes=took, repeats=tuple(each))
-
-
-def joined(texts: Sequence[Sequence[int]], length: int) -> Prompt:
-    """The first `length` tokens of the texts, one after another and then from the first one again.
-
-    A picture that would reach beyond the end is left out, and the text behind it follows.
-    """
-    tokens, inserts = list[int](), list[Insert]()
-    for text in map(Prompt.of, cycle(texts)):
-        start = 0
-        for insert in (*text.inserts, None):
-            end = len(text) if insert is None else insert.first
-            tokens += text[start:end]
-            if len(tokens) >= length:
-                return Prompt(tokens[:length], tuple(inserts))
-            if insert is not None:
-                start = end + insert.length
-                if len(tokens) + insert.length <= length:
-                    inserts.append(insert.at(len(tokens)))
-                    tokens += text[end:start]
-    raise ValueError("no texts")
-
-
-def room_for(positions: int, trees: Sequence[TreeSection]) -> int:
-    """The longest context at which the costs of such trees can be measured. Raises UserError if there is none."""
-    deepest = max((tree.calls for tree in trees), default=0)
-    room = positions - 1 - ROUNDS * (deepest + 1)
-    if room < 1:
-        raise UserError(
-            f"eval.planner: {ROUNDS} rounds with drafts of up to {deepest} tokens, which the measurement of costs "
-            f"decodes, leave no context in the target's {positions:,} positions; give candidates with fewer draft_calls"
-        )
-    return room
-
-
-def _settled(timed: Sequence[TimedRound]) -> list[TimedRound]:
+def settled(timed: Sequence[TimedRound]) -> list[TimedRound]:
     return [r for r in timed if r.number >= SETTLING]
 
 
-def _evened(taken: Sequence[tuple[str, list[TimedRound]]], usual: float) -> dict[str, list[TimedRound]]:
-    """The rounds by probe, scaled as if every plain round had taken `usual` seconds."""
-    plain = {
-        i: median(r.seconds for r in _settled(timed)) for i, (name, timed) in enumerate(taken) if name == PLAIN_PROBE
-    }
-    paces = np.interp(range(len(taken)), list(plain), list(plain.values()))
-    result: dict[str, list[TimedRound]] = defaultdict(list)
-    for (name, timed), pace in zip(taken, paces, strict=True):
-        by = usual / float(pace)
-        result[name] += [replace(r, draft=r.draft * by, verify=r.verify * by, rest=r.rest * by) for r in timed]
-    return result
-
-
-def _costs(
+def costs_of(
     probes: dict[str, TreeSection],
     rounds: dict[str, list[TimedRound]],
     plain_spread: tuple[float, float],
     context: int,
     rows: int,
 ) -> Costs:
+    """Costs from the timed rounds of each probe, and of PLAIN_PROBE."""
     verify, rest, draft = (defaultdict[str, dict[int, list[float]]](lambda: defaultdict(list)) for _ in range(3))
     reading: list[float] = []
-    settled = {name: _settled(timed) for name, timed in rounds.items()}
-    for r in settled[PLAIN_PROBE]:  # a root alone is a chain and a tree of one node
+    later_rounds = {name: settled(timed) for name, timed in rounds.items()}
+    for r in later_rounds[PLAIN_PROBE]:  # a root alone is a chain and a tree of one node
         for shape in ("chain", "tree"):
             verify[shape][1].append(r.verify)
             rest[shape][1].append(r.rest)
@@ -316,7 +198,7 @@ def _costs(
         key = family(tree), tree.calls
         largest[key] = max(largest.get(key, 0), tree.most)
     for name, tree in probes.items():
-        later, shape = settled[name], shape_of(tree)
+        later, shape = later_rounds[name], shape_of(tree)
         for r in later:
             verify[shape][r.nodes].append(r.verify)
             rest[shape][r.nodes].append(r.rest)
@@ -325,7 +207,7 @@ def _costs(
         usual = median(r.draft for r in later)
         reading += [r.draft - usual for r in rounds[name] if r.number == 0]
     return Costs(
-        plain=median(r.seconds for r in settled[PLAIN_PROBE]),
+        plain=median(r.seconds for r in later_rounds[PLAIN_PROBE]),
         plain_spread=plain_spread,
         verify={shape: Curve.of(samples) for shape, samples in verify.items()},
         rest={shape: Curve.of(samples) for shape, samples in rest.items()},
@@ -356,7 +238,7 @@ def probe_trees(trees: Sequence[TreeSection]) -> list[TreeSection]:
         if tree.policy == "static":
             found.append(tree)
             continue
-        for calls in (*(calls for calls in CALLS if calls < tree.calls), tree.calls):
+        for calls in (*(calls for calls in CALLS if 2 * calls <= tree.calls), tree.calls):
             if shape_of(tree) == "chain":
                 found.append(_endless(tree, calls, calls + 1))
                 continue
@@ -405,30 +287,3 @@ def _endless(tree: TreeSection, calls: int, nodes: int) -> TreeSection:
     if tree.policy == "c2t":
         update["c2t"] = tree.c2t.model_copy(update={"beta": 0.0})
     return tree.model_copy(update=update)
-
-
-def timed_rounds(
-    target: Target, proposer: Proposer | None, prompts: Sequence[Sequence[int]], sampling: Sampling = GREEDY
-) -> list[TimedRound]:
-    """The first ROUNDS rounds after each prompt."""
-    draws = None if sampling.greedy else [SeededDraws(0, row) for row in range(len(prompts))]
-    verifier = TargetVerifier(target, proposer, acceptance_of(sampling))
-    budgets = [verifier.positions - len(prompt) for prompt in prompts]
-    seen: list[tuple[int, int, Sequence[Mark]]] = []
-
-    def watch(nodes: int, calls: int, marks: Sequence[Mark]) -> None:
-        seen.append((nodes, calls, marks))
-        if len(seen) == ROUNDS:
-            raise _Enough
-
-    with suppress(_Enough), torch.inference_mode():  # as in an evaluation; with gradients rounds take a tenth longer
-        decode(verifier, proposer, prompts, (), budgets, draws, watch)
-    timed = []
-    for number, (nodes, calls, marks) in enumerate(seen):
-        before, draft, verify, after = (Clock.seconds(a, b) for a, b in pairwise(marks))
-        timed.append(TimedRound(number, nodes, calls, draft, verify, before + after))
-    return timed
-
-
-class _Enough(Exception):
-    """Ends decoding after ROUNDS rounds."""

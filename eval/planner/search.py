@@ -1,11 +1,14 @@
 """The planner's search: predicts which draft trees are fastest on this machine.
 
 Every candidate is replayed along recorded answers (`eval.recorded.replay`), which gives its rounds: tokens, nodes and
-draft calls. `eval.planner.cost_model` measures the cost of such rounds. Both give the predicted speed-up over plain
-decoding, with a bootstrap interval over conversations, widened by the spread of the repeated measurements.
+draft calls. `eval.planner.measuring` measures the cost of such rounds. Both give the predicted speed-up over plain
+decoding, with a bootstrap interval over conversations, widened by the spread of the repeated measurements. After a
+first look at all candidates only the fastest are replayed and measured further.
 """
 
+import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +18,8 @@ from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, decode_all
 from draftsmith.eval.measured.metrics import summarise, summarise_all
-from draftsmith.eval.planner.cost_model import Costs, measure_costs, predicted, room_for
+from draftsmith.eval.planner.cost_model import Costs, family, predicted
+from draftsmith.eval.planner.measuring import REPEATS, CostMeter, Samples, room_for
 from draftsmith.eval.recorded.answers import (
     EVERYONE,
     RecordedAnswer,
@@ -32,8 +36,9 @@ from draftsmith.eval.recorded.answers import (
     with_their_pictures,
 )
 from draftsmith.eval.recorded.replay import Agreement, plain_rounds, replay_all
-from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.checkpoint import read_drafter_config
 from draftsmith.models.prompt import Prompt
+from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -58,6 +63,9 @@ DEFAULT_CANDIDATES = (
     {"policy": "svip_tree", "nodes": 32, "draft_calls": 8, "top_k": 8},
     {"policy": "svip_tree", "nodes": 60, "draft_calls": 8},
 )
+FIRST_LOOK = 8  # answers along which every candidate is replayed
+CLOSE = 0.9  # of the highest predicted speed: slower candidates are dropped after that
+SHOWN_ROWS = 5  # of the table; so many are kept in any case
 DRAWN = "which tokens were drawn is not recorded; leave draw out"
 SVIP_H = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8)
 SWEEPS: dict[Policy, tuple[str, str, tuple[float, ...]]] = {  # section, key, values
@@ -104,10 +112,11 @@ class Row:
 @dataclass
 class Plan:
     costs: Costs
-    rows: list[Row]  # the fastest first
+    rows: list[Row]  # the fastest first; those that were only looked at come last
     recording: Recording
     answers: Sequence[RecordedAnswer]
     agreement: str  # `Agreement` of the recorded answers, in words
+    effort: str = ""  # what was replayed and measured, and in what time
 
     @property
     def best(self) -> Row | None:
@@ -258,7 +267,10 @@ def make_plan(
     recording: Recording,
     answers: Sequence[RecordedAnswer],
 ) -> Plan:
-    """Replays every contender, measures the cost of its rounds, and sorts by the predicted speed-up.
+    """Replays contenders, measures the cost of their rounds, and sorts by the predicted speed-up.
+
+    All are replayed along some answers, and their costs are measured once. The fastest are replayed along the other
+    answers, and their costs measured again, as far as eval.planner.seconds allow.
 
     Args:
         contenders, recording, answers: from `prepared`.
@@ -267,27 +279,94 @@ def make_plan(
         UserError: the answers are another target's, or the target has too few positions for such trees.
     """
     target, section, sampling = lineup.target, recipe.eval, Sampling.of(recipe.eval)
-    proposers = {contender.name: lineup.proposer(contender, sampling) for contender in contenders}
-    agreement = Agreement.of(target)
-    total = answer_tokens(answers) * len(contenders)
-    with errors_naming("eval.planner.answers"), Bar(total=total, desc="replay", unit="token", leave=False) as progress:
+    began, agreement, path = time.monotonic(), Agreement.of(target), recipe.planner_costs_path
+    deadline = began + section.planner.seconds
+    some, others = first_look(answers)
+    rounds: dict[str, list[Generation]] = {contender.name: [] for contender in contenders}
+
+    def replay(contenders: Sequence[Contender], answers: Sequence[RecordedAnswer]) -> None:
+        proposers = {contender.name: lineup.proposer(contender, sampling) for contender in contenders}
+        total = answer_tokens(answers) * len(contenders)
+        with errors_naming("eval.planner.answers"), Bar(total=total, desc="replay", unit="token", leave=False) as bar:
+            found = replay_all(target, proposers, answers, section.replay_batch_size, agreement, bar.update)
+        for name, generations in found.items():
+            rounds[name] += generations
+
+    def rows_of(costs: Costs, contenders: Sequence[Contender], along: Sequence[RecordedAnswer]) -> list[Row]:
+        return ranked(costs, contenders, rounds, along, section.bootstrap_samples, section.seed)
+
+    with errors_naming("eval.planner.answers"):
         check_recorded_from(recording, lineup.identity)
-        rounds = replay_all(target, proposers, answers, section.replay_batch_size, agreement, progress.update)
-
-    def proposer_of(tree: TreeSection) -> Proposer:
-        return lineup.proposer(_with_tree(recipe, contenders[0], tree), sampling)
-
-    costs = measure_costs(
+    replay(contenders, some)
+    seconds = (time.monotonic() - began) / len(contenders) / len(some)  # of a contender, by answer
+    context = section.planner.context or mean_context(answers)
+    key = _machine(lineup), _measured(lineup, recipe, contenders[0], context)
+    meter = CostMeter(
         target,
-        proposer_of,
+        lambda tree: lineup.proposer(_with_tree(recipe, contenders[0], tree), sampling),
         [_as_grown(contender.tree, rounds[contender.name]) for contender in contenders],
         [Prompt.of(answer.prompt).then(answer.tokens) for answer in answers],
-        section.planner.context or mean_context(answers),
+        context,
         sampling,
         section.batch_size,
+        Samples.read(path, *key),
     )
-    rows = ranked(costs, contenders, rounds, answers, section.bootstrap_samples, section.seed)
-    return Plan(costs, rows, recording, answers, str(agreement))
+    meter.measure(meter.trees, 1)
+    looked = rows_of(meter.costs(first=1), contenders, some)  # however many repeats the file has
+    best = [row.contender for row in looked]
+    if others:
+        close = sum(row.speedup >= CLOSE * looked[0].speedup for row in looked)
+        # Half of the time that is left is for the replay, the other half for measuring.
+        affordable = int((deadline - time.monotonic()) / 2 / max(1e-9, seconds * len(others)))
+        best = best[: max(1, min(affordable, max(close, SHOWN_ROWS)))]
+        replay(best, others)
+    meter.measure([contender.tree for contender in best], REPEATS, deadline)
+    costs = meter.costs()
+    if meter.measured and not costs.busy:
+        meter.samples.keep(path, *key)
+    rows = rows_of(costs, best, [*some, *others])
+    rest = [row for row in looked if row.contender not in best]
+    along = f"{len(best)} of {len(contenders)} candidates along all {len(answers)} answers"
+    effort = (
+        f"Planned in {time.monotonic() - began:.0f} s: {along}"
+        + (f", the others along {len(some)}" if rest else "")
+        + (f"; costs of {meter.known} of {len(meter.probes)} probes were in {path}" if meter.known else "")
+    )
+    return Plan(costs, [*rows, *rest], recording, answers, str(agreement), effort)
+
+
+def first_look(answers: Sequence[RecordedAnswer]) -> tuple[list[RecordedAnswer], list[RecordedAnswer]]:
+    """(answers for all candidates, answers for the fastest ones): a quarter, evenly spread, and the rest."""
+    count = max(FIRST_LOOK, len(answers) // 4)
+    if 2 * count > len(answers):
+        return list(answers), []
+    first = {i * len(answers) // count for i in range(count)}
+    return [answers[i] for i in sorted(first)], [each for i, each in enumerate(answers) if i not in first]
+
+
+def _machine(lineup: Lineup) -> dict[str, Any]:
+    """What all costs depend on."""
+    about = lineup.made()
+    made = about["made"]
+    return {"device": about["device"], "dtype": about["dtype"]} | {
+        key: made[key] for key in ("hardware", "versions", "commit")
+    }
+
+
+def _measured(lineup: Lineup, recipe: Recipe, contender: Contender, context: int) -> dict[str, Any]:
+    """What costs depend on beside the machine and the probe. A drafter's shape does, its weights do not."""
+    shape = None if contender.drafter is None else read_drafter_config(contender.drafter)[0]
+    found = {
+        "target": lineup.identity,
+        "precision": precision_name(contender.quantization),
+        "proposer": contender.proposer,
+        "drafter": None if shape is None else {"kind": shape.kind, **shape.to_dict()},
+        "draft_model": None if contender.draft_model is None else contender.draft_model.model_dump(mode="json"),
+        "context": context,
+        "rows": recipe.eval.batch_size,
+        "greedy": Sampling.of(recipe.eval).greedy,
+    }
+    return json.loads(json.dumps(found))  # as a file returns it
 
 
 def _as_grown(tree: TreeSection, rounds: Sequence[Generation]) -> TreeSection:
@@ -323,7 +402,7 @@ def ranked(
 
         expected, plain = both(costs)
         numbers = summarise(expected, plain, bootstrap_samples, seed, sampled=True)
-        by_repeat = [_speedup(*both(one)) for one in costs.repeats]
+        by_repeat = [_speedup(*both(one)) for one in costs.repeats if family(contender.tree) in one.draft]
         if by_repeat and numbers["speedup_interval"] is not None:
             low, high = numbers["speedup_interval"]
             usual = _speedup(expected, plain)
