@@ -138,7 +138,7 @@ def save_drafter(
         save_file(tensors, partial / "model.safetensors", metadata=about)
         sort_metadata(partial / "model.safetensors")
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (partial / "recipe.yaml").write_text(recipe_yaml)
+        (partial / "recipe.yaml").write_text(recipe_yaml, encoding="utf-8")
         (partial / "provenance.json").write_text(json.dumps(made_by, indent=2) + "\n")
 
 

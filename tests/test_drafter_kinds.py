@@ -376,6 +376,14 @@ def test_a_saved_drafter_drafts_the_same(kind: str, loaded: tuple[Target, dict[s
     assert not frozen & load_file(tmp_path / "drafter/model.safetensors").keys()
 
 
+def test_the_recipe_beside_a_drafter_is_unicode_in_every_locale(
+    loaded: tuple[Target, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("io.text_encoding", lambda encoding, _=2: encoding or "ascii")  # as where LC_ALL=C counts
+    save_drafter(tmp_path / "drafter", untaught("eagle3", loaded[0]), loaded[1], "output_dir: läufe\n", {})
+    assert (tmp_path / "drafter/recipe.yaml").read_text(encoding="utf-8") == "output_dir: läufe\n"
+
+
 def edited(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
     config = json.loads((directory / "config.json").read_text())
     change(config)
