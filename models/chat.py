@@ -7,6 +7,7 @@ Every rendering, mask and fingerprint then follows them.
 import datetime
 import hashlib
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from draftsmith.models.families import attention_kinds
+from draftsmith.models.families import attention_kinds, rotations
 from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.picture_prompts import PictureProcessor, in_parts
 from draftsmith.models.prompt import Prompt, RenderError
@@ -38,6 +39,8 @@ LARGEST = {
     "vocab_size": 100_000_000,
     "max_position_embeddings": 1_000_000_000,
 }
+BORDER = "original_max_position_embeddings"
+ROTARY_NUMBERS = ("rope_theta", "factor", BORDER, "low_freq_factor", "high_freq_factor")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "*.bpe")  # one of them at least
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 _CLOCK = "strftime_now"
@@ -297,6 +300,13 @@ def _check_numbers(model: str, config: Any) -> None:
         for name, most in LARGEST.items()
         if (value := getattr(config, name, None)) is not None
         if type(value) is not int or not 1 <= value <= most
+    ]
+    wrong += [
+        f"{name} {short(value)} among its rope_parameters, not a number above 0"
+        for rope in rotations(config)
+        for name in ROTARY_NUMBERS
+        if (value := rope.get(name)) is not None or (name, rope["rope_type"]) == (BORDER, "longrope")
+        if type(value) not in (int, float) or not 0 < value < math.inf
     ]
     if wrong:
         raise UserError(f"target.model: the config.json of {model!r} has {'; '.join(wrong)}")

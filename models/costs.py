@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftsmith.models.families import auto_class, layer_configs
 from draftsmith.models.quantize import precision_name, quantized_bytes
 from draftsmith.models.target import check_precision, decoder_layers, device_name
+from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.schema import TargetSection
 
 # Dense bf16 operations per second and bytes per second, from the vendors' data sheets. The first matching name counts.
@@ -63,14 +64,23 @@ def target_size(config: Any, section: TargetSection) -> TargetSize:
     Args:
         config: from AutoConfig (the whole one of a multimodal model).
         section: `dtype`, `quantization` and `trust_remote_code` are read; its `model` is not.
+
+    Raises:
+        UserError: transformers cannot build it.
     """
     precision = section.quantization
     plain = copy.deepcopy(config)
     quantization = getattr(plain, "quantization_config", None)
     if quantization is not None:
         del plain.quantization_config
-    with torch.device("meta"):
-        model = auto_class(plain).from_config(plain, trust_remote_code=section.trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model = auto_class(plain).from_config(plain, trust_remote_code=section.trust_remote_code)
+    except (KeyError, TypeError) as error:  # such as a kind of rotary scaling that transformers does not know
+        raise UserError(
+            f"target.model: transformers cannot build a {config.model_type} by its config.json: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from error
     text = config.get_text_config()
     named = dict(model.named_parameters())
     parameters = sum(p.numel() for p in named.values())

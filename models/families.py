@@ -83,7 +83,7 @@ def changing_rotation(config: Any) -> int | None:
     row's states would then depend on longer rows beside it, and a token's on drafted ones behind it.
     """
     borders = [
-        rope["original_max_position_embeddings"]
+        int(rope["original_max_position_embeddings"])
         for rope in rotations(config)
         if rope["rope_type"] == "longrope" and any(rope.get(f"long_{x}") != rope.get(f"short_{x}") for x in _BY_LENGTH)
     ]

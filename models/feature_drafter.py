@@ -103,6 +103,7 @@ class DrafterConfig:
                 "drafter.intermediate_size: the target's config names no width of its MLPs; give one, for example "
                 f"{4 * config.hidden_size}"
             )
+        positions = usable_positions(config)
         # Of one set for each type of attention, the drafter takes that of its own type, full attention.
         rope = (getattr(config, "rope_parameters", None) or {}).get("full_attention")
         return cls(
@@ -115,8 +116,8 @@ class DrafterConfig:
             draft_vocab_size=draft_vocab_size,
             capture_layers=capture_layers,
             rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
-            max_position_embeddings=usable_positions(config),
-            rope_parameters=drafters_rotation(rope or next(iter(rotations(config)), PLAIN)),
+            max_position_embeddings=positions,
+            rope_parameters=drafters_rotation(rope or next(iter(rotations(config)), PLAIN), positions),
             **own,
         )
 

@@ -11,6 +11,8 @@ and speculators formats hold the same dict; `models.formats.engines` says which 
 from collections.abc import Mapping
 from typing import Any
 
+from draftsmith.recipes.errors import UserError
+
 # The settings of each kind that all engines with this kind read.
 KINDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -20,12 +22,24 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 # Settings that some engines do not read. Drafters of other projects may have them, ours do not.
 RARE: dict[str, tuple[str, ...]] = {"yarn": ("attention_factor", "mscale", "mscale_all_dim", "truncate")}
+OPTIONAL = ("beta_fast", "beta_slow")
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def drafters_rotation(target: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotation of a drafter for a target with these rotary parameters."""
+def drafters_rotation(target: Mapping[str, Any], positions: int) -> dict[str, Any]:
+    """The rotation of a drafter for a target with these rotary parameters.
+
+    Args:
+        positions: the target's max_position_embeddings, by which transformers replaces a yarn factor that is null.
+
+    Raises:
+        UserError: a setting of the kind is null.
+    """
     kind = target["rope_type"] if target["rope_type"] in KINDS else "default"
+    if kind == "yarn" and target["factor"] is None:
+        target = {**target, "factor": positions / target["original_max_position_embeddings"]}
+    if missing := [key for key in KINDS[kind] if key not in OPTIONAL and target.get(key) is None]:
+        raise UserError(f"target.model: its config says null for {missing[0]}, which {kind} rotary scaling needs")
     return _described(kind, target, KINDS[kind])
 
 

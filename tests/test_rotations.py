@@ -3,7 +3,10 @@
 Tiny random weights in float32.
 """
 
+import json
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +16,16 @@ from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.causal_lm import CausalLMDrafting
+from draftsmith.models.chat import load_config
+from draftsmith.models.costs import target_size
+from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.families import usable_positions
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.formats.eagle import eagle_config, read_config
 from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.target import Target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 from tests.conftest import make_config, make_target
 from tests.decoding import decode, decode_batch
@@ -160,3 +168,27 @@ def test_up_to_where_longrope_changes_nothing_depends_on_neighbours_or_drafts() 
         target, PolicyProposer(small, Eagle2(nodes=12, draft_calls=5, top_k=4)), prompts, {-1}, budgets
     )
     assert [answer.token_ids for answer in answers] == expected
+
+
+@pytest.mark.parametrize(
+    ("rope", "reason"),
+    [
+        (LONGROPE | {"original_max_position_embeddings": "x"}, "original_max_position_embeddings 'x' among its rope"),
+        (LONGROPE | {"original_max_position_embeddings": None}, "original_max_position_embeddings None among its rope"),
+        (YARN | {"factor": "x"}, "factor 'x' among its rope_parameters, not a number above 0"),
+        (YARN | {"rope_theta": 0}, "rope_theta 0 among its rope_parameters"),
+        (ROTATIONS["linear"] | {"factor": None}, "null for factor, which linear rotary scaling needs"),
+        (BASE | {"rope_type": "banana"}, "cannot build a llama by its config.json: KeyError: 'banana'"),
+        (YARN | {"factor": None}, None),  # transformers then takes the ratio of the two lengths
+    ],
+)
+def test_a_target_with_a_rotation_that_cannot_be_is_refused_from_its_config(
+    tmp_path: Path, rope: dict[str, Any], reason: str | None
+) -> None:
+    config = make_config().to_dict() | {"rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with nullcontext() if reason is None else pytest.raises(UserError, match=reason):
+        section = TargetSection(model=str(tmp_path))
+        shape = Eagle3Config.for_target(load_config(section), 320, (1, 2, 3), 320)
+        target_size(load_config(section), section)
+        assert shape.rope_parameters == YARN | {"factor": 512 / 128}
