@@ -306,7 +306,7 @@ def _check_numbers(model: str, config: Any) -> None:
         for rope in rotations(config)
         for name in ROTARY_NUMBERS
         if (value := rope.get(name)) is not None or (name, rope["rope_type"]) == (BORDER, "longrope")
-        if type(value) not in (int, float) or not 0 < value < math.inf
+        if not (isinstance(value, (int, float)) and 0 < value < math.inf)
     ]
     if wrong:
         raise UserError(f"target.model: the config.json of {model!r} has {'; '.join(wrong)}")
