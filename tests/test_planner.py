@@ -368,7 +368,7 @@ def test_the_slow_are_dropped_and_what_was_measured_serves_again(
 
     one = plan(1e9)
     assert [len(row.rounds) for row in one.rows] == [4, 4, 2]  # answers
-    assert "2 of 3 candidates along all 4 answers, the others along 2" in one.effort and kept.exists()
+    assert "2 of 3 candidates along all 4 answers, 1 along 2" in one.effort and kept.exists()
     assert "probes" not in one.effort
     monkeypatch.setattr(planner.CostMeter, "_time", lambda *_: pytest.fail("measured again"))
     again = plan(1e9)
@@ -377,6 +377,22 @@ def test_the_slow_are_dropped_and_what_was_measured_serves_again(
     assert [len(row.rounds) for row in plan(1e-9).rows] == [4, 2, 2]  # the best one is worth more than no time
     planner_command.print_result(again, load_recipe(recipe_path), main_contender(load_recipe(recipe_path)))
     assert again.effort in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("near", [0.0, 9.0])
+def test_other_depths_are_looked_at_where_the_middle_one_is_fast(
+    near: float, recipe_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "NEAR", near)
+    monkeypatch.setattr(planner, "REPEATS", 1)
+    monkeypatch.setattr(measuring, "ROUNDS", SETTLING + 1)
+    recipe = load_recipe(recipe_path)
+    trees = [tree_of(nodes=6, draft_calls=calls, top_k=2) for calls in (4, 2, 3)] + [tree_of(policy="chain", nodes=3)]
+    prepared = planner.prepared(recipe, main_contender(recipe), trees)
+    plan = planner.make_plan(Lineup(recipe.target), recipe, *prepared)
+    seen = {2, 3, 4} if near == 0.0 else {3}
+    assert {row.tree.calls for row in plan.rows if row.tree.policy == "eagle2"} == seen
+    assert len(plan.left_out) == 3 - len(seen) and len(plan.rows) == 1 + len(seen)
 
 
 def test_an_evaluation_s_plan_says_what_auto_lacks(recipe_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,7 +134,8 @@ def print_ranking(plan: Plan) -> None:
     measured = sum(bool(row.measured) for row in plan.rows)
     shown = plan.rows[: max(SHOWN_ROWS, measured)]
     caption = (
-        f"The best {len(shown)} of {len(plan.rows)} candidates, predicted from {len(plan.answers)} recorded answers "
+        f"The best {len(shown)} of {len(plan.rows) + len(plan.left_out)} candidates, predicted from "
+        f"{len(plan.answers)} recorded answers "
         f"({answer_tokens(plan.answers):,} tokens; {plan.agreement}) and the costs of this machine at "
         f"{plan.costs.context} tokens of context. 95 %: bootstrap over conversations, of predictions "
         "widened by how far apart the repeats of the measured costs are."
@@ -220,6 +221,7 @@ def write_plan(recipe: Recipe, plan: Plan, lineup: Lineup, path: Path) -> None:
         },
         "costs": plan.costs.to_dict(),
         "candidates": rows,
+        "left_out": list(plan.left_out),
         "recipe": dump_recipe(recipe),
     }
     atomic_write(path, json.dumps(content, indent=2) + "\n")

@@ -42,7 +42,7 @@ from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.schema import TreeSection
 
-ROUNDS = 12  # of a probe in each repeat
+ROUNDS = 9  # of a probe in each repeat
 REPEATS = 4
 TURNS = 2  # probes between plain rounds
 

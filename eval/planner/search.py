@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, named
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.target_facts import TargetFacts
@@ -64,7 +66,8 @@ DEFAULT_CANDIDATES = (
     {"policy": "svip_tree", "nodes": 60, "draft_calls": 8},
 )
 FIRST_LOOK = 8  # answers along which every candidate is replayed
-CLOSE = 0.9  # of the highest predicted speed: slower candidates are dropped after that
+NEAR = 0.8  # of the highest predicted speed: then trees of other depths are looked at, too
+CLOSE = 0.9  # of the highest predicted speed: slower candidates are dropped after the look
 SHOWN_ROWS = 5  # of the table; so many are kept in any case
 DRAWN = "which tokens were drawn is not recorded; leave draw out"
 SVIP_H = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8)
@@ -117,6 +120,7 @@ class Plan:
     answers: Sequence[RecordedAnswer]
     agreement: str  # `Agreement` of the recorded answers, in words
     effort: str = ""  # what was replayed and measured, and in what time
+    left_out: Sequence[str] = ()  # names of candidates that were not even looked at
 
     @property
     def best(self) -> Row | None:
@@ -269,8 +273,9 @@ def make_plan(
 ) -> Plan:
     """Replays contenders, measures the cost of their rounds, and sorts by the predicted speed-up.
 
-    All are replayed along some answers, and their costs are measured once. The fastest are replayed along the other
-    answers, and their costs measured again, as far as eval.planner.seconds allow.
+    The first look replays them along some answers and measures costs once. Of trees that differ in depth alone it takes
+    the middle one, and the others if that one is nearly as fast as the fastest. The fastest contenders are replayed
+    along the other answers, and their costs measured again, as far as eval.planner.seconds allow.
 
     Args:
         contenders, recording, answers: from `prepared`.
@@ -280,7 +285,6 @@ def make_plan(
     """
     target, section, sampling = lineup.target, recipe.eval, Sampling.of(recipe.eval)
     began, agreement, path = time.monotonic(), Agreement.of(target), recipe.planner_costs_path
-    deadline = began + section.planner.seconds
     some, others = first_look(answers)
     rounds: dict[str, list[Generation]] = {contender.name: [] for contender in contenders}
 
@@ -297,8 +301,11 @@ def make_plan(
 
     with errors_naming("eval.planner.answers"):
         check_recorded_from(recording, lineup.identity)
-    replay(contenders, some)
-    seconds = (time.monotonic() - began) / len(contenders) / len(some)  # of a contender, by answer
+    depths = by_depth(contenders)
+    middle = [each[len(each) // 2] for each in depths]
+    replay(middle, some)
+    calls = {contender.name: sum(sum(g.draft_calls) for g in rounds[contender.name]) for contender in middle}
+    seconds_a_call = (time.monotonic() - began) / max(1, sum(calls.values()))
     context = section.planner.context or mean_context(answers)
     key = _machine(lineup), _measured(lineup, recipe, contenders[0], context)
     meter = CostMeter(
@@ -312,15 +319,24 @@ def make_plan(
         Samples.read(path, *key),
     )
     meter.measure(meter.trees, 1)
-    looked = rows_of(meter.costs(first=1), contenders, some)  # however many repeats the file has
+    costs = meter.costs(first=1)  # however many repeats the file has
+    looked = rows_of(costs, middle, some)
+    worth = [row.contender for row in looked if row.speedup >= NEAR * looked[0].speedup]
+    deeper = [each for group in depths if group[len(group) // 2] in worth for each in group if each not in middle]
+    if deeper:
+        replay(deeper, some)
+        looked = rows_of(costs, [*middle, *deeper], some)
     best = [row.contender for row in looked]
+    now = time.monotonic()
+    left = max(began + section.planner.seconds - now, section.planner.seconds / 3)  # a look alone says too little
     if others:
         close = sum(row.speedup >= CLOSE * looked[0].speedup for row in looked)
         # Half of the time that is left is for the replay, the other half for measuring.
-        affordable = int((deadline - time.monotonic()) / 2 / max(1e-9, seconds * len(others)))
-        best = best[: max(1, min(affordable, max(close, SHOWN_ROWS)))]
+        takes = [seconds_a_call * sum(sum(g.draft_calls) for g in rounds[each.name]) for each in best]
+        within = np.cumsum(takes) * len(others) / len(some) <= left / 2
+        best = best[: max(1, min(int(within.sum()), max(close, SHOWN_ROWS)))]
         replay(best, others)
-    meter.measure([contender.tree for contender in best], REPEATS, deadline)
+    meter.measure([contender.tree for contender in best], REPEATS, now + left)
     costs = meter.costs()
     if meter.measured and not costs.busy:
         meter.samples.keep(path, *key)
@@ -329,10 +345,21 @@ def make_plan(
     along = f"{len(best)} of {len(contenders)} candidates along all {len(answers)} answers"
     effort = (
         f"Planned in {time.monotonic() - began:.0f} s: {along}"
-        + (f", the others along {len(some)}" if rest else "")
+        + (f", {len(rest)} along {len(some)}" if rest else "")
         + (f"; costs of {meter.known} of {len(meter.probes)} probes were in {path}" if meter.known else "")
     )
-    return Plan(costs, [*rows, *rest], recording, answers, str(agreement), effort)
+    left_out = [contender.name for contender in contenders if not rounds[contender.name]]
+    return Plan(costs, [*rows, *rest], recording, answers, str(agreement), effort, left_out)
+
+
+def by_depth(contenders: Sequence[Contender]) -> list[list[Contender]]:
+    """Groups of EAGLE-2 trees that differ in draft calls alone, from few calls to many; any other is a group."""
+    groups: dict[str, list[Contender]] = {}
+    for contender in contenders:
+        tree = contender.tree
+        key = tree.model_dump_json(exclude={"draft_calls"} if tree.policy == "eagle2" else None)
+        groups.setdefault(key, []).append(contender)
+    return [sorted(group, key=lambda contender: contender.tree.calls) for group in groups.values()]
 
 
 def first_look(answers: Sequence[RecordedAnswer]) -> tuple[list[RecordedAnswer], list[RecordedAnswer]]:
