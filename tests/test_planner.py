@@ -385,6 +385,7 @@ def test_other_depths_are_looked_at_where_the_middle_one_is_fast(
 ) -> None:
     monkeypatch.setattr(planner, "NEAR", near)
     monkeypatch.setattr(planner, "REPEATS", 1)
+    monkeypatch.setattr(Costs, "busy", False)
     monkeypatch.setattr(measuring, "ROUNDS", SETTLING + 1)
     recipe = load_recipe(recipe_path)
     trees = [tree_of(nodes=6, draft_calls=calls, top_k=2) for calls in (4, 2, 3)] + [tree_of(policy="chain", nodes=3)]

@@ -320,6 +320,9 @@ def make_plan(
     )
     meter.measure(meter.trees, 1)
     costs = meter.costs(first=1)  # however many repeats the file has
+    if costs.busy:  # one repeat then says too little
+        meter.measure(meter.trees, 2)
+        costs = meter.costs()
     looked = rows_of(costs, middle, some)
     worth = [row.contender for row in looked if row.speedup >= NEAR * looked[0].speedup]
     deeper = [each for group in depths if group[len(group) // 2] in worth for each in group if each not in middle]
@@ -341,7 +344,7 @@ def make_plan(
     if meter.measured and not costs.busy:
         meter.samples.keep(path, *key)
     rows = rows_of(costs, best, [*some, *others])
-    rest = [row for row in looked if row.contender not in best]
+    rest = rows_of(costs, [row.contender for row in looked if row.contender not in best], some)
     along = f"{len(best)} of {len(contenders)} candidates along all {len(answers)} answers"
     effort = (
         f"Planned in {time.monotonic() - began:.0f} s: {along}"
