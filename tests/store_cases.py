@@ -10,7 +10,7 @@ import yaml
 
 from draftsmith.data_gen import capture as script
 from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
-from draftsmith.data_gen.states.capturing import layers_of
+from draftsmith.data_gen.states.jobs import layers_of
 from draftsmith.models.chat import load_tokenizer
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.errors import UserError

@@ -25,9 +25,10 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from draftsmith.data_gen import capture as script
-from draftsmith.data_gen.states import capturing
+from draftsmith.data_gen.states import capturing, jobs
 from draftsmith.data_gen.states.capture_processes import Team
-from draftsmith.data_gen.states.capturing import Job, estimated_bytes
+from draftsmith.data_gen.states.jobs import Job, estimated_bytes
+from draftsmith.data_gen.states.shards import file_problem
 from draftsmith.data_gen.states.store import ShardBuffer, Store, StoreManifest
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.guidance import loaded_target
@@ -158,7 +159,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr(capturing.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(jobs.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UserError, match=r"MB are still to be written to .* and 0\.1 MB are free there: make room"):
         capture(recipe_path, f"data.states={tmp_path / 'states'}")
     assert not (tmp_path / "states").exists()
@@ -372,7 +373,7 @@ def check_what_a_kill_left(directory: Path) -> None:
     if manifest is not None:
         for said in manifest.shards.values():
             path = directory / said["file"]
-            assert capturing.file_problem(path, said, digest=True) is None
+            assert file_problem(path, said, digest=True) is None
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from draftsmith.data_gen.states.capturing import estimated_bytes, job_of
-from draftsmith.data_gen.states.store import Store, length_of
+from draftsmith.data_gen.states.jobs import estimated_bytes, job_of
+from draftsmith.data_gen.states.store import Store, states_length
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -136,7 +136,7 @@ def test_a_store_without_states_of_pictures_serves_no_drafter_that_reads_them(
     manifest, rows = Store(states).manifest, rows_of(load_recipe(path))
     of_pictures = sum(each.length for row in rows for each in row.inserts)
     assert of_pictures > 100
-    assert manifest.total("tokens") == sum(map(length_of, rows)) - of_pictures
+    assert manifest.total("tokens") == sum(map(states_length, rows)) - of_pictures
     assert f"of {manifest.total('tokens'):,} tokens that a vispec drafter reads" in capsys.readouterr().out
     baseline = "drafter={kind: eagle}"
     with pytest.raises(UserError, match=r"left out there, because .* vispec reads none; kind eagle .* another folder"):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig
 
+from draftsmith.data_gen.states.answer_states import AnswerStates
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_size
 from draftsmith.eval.decoding.decode import Request, TargetVerifier, decode_stream
@@ -83,6 +84,7 @@ class Writer:
     Attributes:
         tokens_received: tokens of all answers.
         drafted, rounds: tokens without each answer's first one, which comes from the prompt's pass, and their passes.
+        states: takes the target's states of each answer before the answer is yielded; None: they are not kept.
     """
 
     load = ""  # beside the tokens per second of the progress bar
@@ -97,6 +99,7 @@ class Writer:
         self.target, self.settings, self.proposer = target, settings, proposer
         self.acceptance = rule(settings.sampling)
         self.tokens_received = self.drafted = self.rounds = 0
+        self.states: AnswerStates | None = None
 
     @classmethod
     def of(cls, recipe: Recipe, settings: GenerationSettings) -> "Writer":
@@ -115,10 +118,24 @@ class Writer:
             prompts: (key, prompt), shorter than settings.max_length. The key also seeds the answer's draws. None: no
                 prompt is ready before another answer ends.
         """
-        settings = self.settings
-        requests = (None if asked is None else self._request(*asked) for asked in prompts)
+        settings, states, session = self.settings, self.states, None
+        open_prompts: dict[Hashable, Sequence[int]] = {}
+
+        def request(asked: Asked | None) -> Request | None:
+            if asked is None:
+                return None
+            open_prompts[asked[0]] = asked[1]
+            return self._request(*asked)
+
         verifier = TargetVerifier(self.target, self.proposer, self.acceptance, PREFILL_TOKENS)
+        if states is not None:
+            session = states.session(self.target, verifier.session.capture)
+            verifier.session = session
+        requests = map(request, prompts)
         for key, answer in decode_stream(verifier, self.proposer, requests, settings.stop_ids, settings.batch_size):
+            prompt = open_prompts.pop(key)
+            if states is not None and session is not None:
+                states.take(key, prompt, answer.token_ids, session.take(prompt))
             self.tokens_received += len(answer.token_ids)
             self.drafted += len(answer.token_ids) - 1
             self.rounds += answer.rounds

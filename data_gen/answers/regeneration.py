@@ -25,6 +25,10 @@ from draftsmith.data_gen.answers.prompt_sizes import HUB_SAMPLE, planned, sample
 from draftsmith.data_gen.rows.overlap import screen
 from draftsmith.data_gen.server.answers import Vocabulary
 from draftsmith.data_gen.server.generator import Servers, Unanswered
+from draftsmith.data_gen.states.answer_states import AnswerStates, asked_states, storing
+from draftsmith.data_gen.states.capturing import complete
+from draftsmith.data_gen.states.jobs import Asked, free_bytes
+from draftsmith.data_gen.states.written import FOLDER as WRITTEN
 from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
 from draftsmith.models.chat import (
     load_config,
@@ -36,7 +40,7 @@ from draftsmith.models.chat import (
     tokenizer_fingerprint,
 )
 from draftsmith.models.checkpoint import weight_bytes, weight_digests
-from draftsmith.models.costs import decoding_lines, decoding_time
+from draftsmith.models.costs import decoding_lines, decoding_time, gigabytes
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_writing_drafter, yet_to_import
 from draftsmith.models.quantize import target_changes
@@ -44,6 +48,7 @@ from draftsmith.models.turn_ends import answer_notes, stop_ids
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.picture_files import store_picture
 from draftsmith.recipes.prompts.reader import (
     DUPLICATE,
@@ -96,13 +101,16 @@ def main(command: Command) -> int:
             with open_servers(recipe, settings, tokenizer) as servers:
                 print(f"servers        reached, and serving {servers.connect(PLAN_SECONDS)}; nothing was asked")
         return 0
-    with ConversationLog(path, generator) as log, _sigterm_exits():
+    with ConversationLog(path, generator) as log, _sigterm_exits(), contextlib.ExitStack() as held:
         todo = not_done(conversations, log.content)
         done = len(conversations) - len(todo)
         if others := len(log.content.done) - done:
             print(f"{path}: conversations that are not in data.prompts: {others:,}; kept")
         if not todo:
             print(f"all {done:,} conversations are done; {rejects.summary()}")
+            if recipe.data.states is not None and (recipe.states_dir / WRITTEN).exists():  # killed before its end
+                with alone_in(recipe.states_dir):
+                    complete(recipe)
             return 0
         if done:
             print(f"{path}: {done:,} of {len(conversations):,} conversations are done, going on")
@@ -110,14 +118,23 @@ def main(command: Command) -> int:
             with open_servers(recipe, settings, tokenizer) as servers:
                 log.identify("served_model", servers.connect())
                 return regenerate(servers, tokenizer, todo, settings, log, rejects)
+        if (asked := asked_states(recipe, generator["tokenizer_fingerprint"])) is not None:
+            check_room(recipe, asked, tokenizer, settings, todo, log.content)
         writer = Writer.of(recipe, settings)
         for name, digest in weight_digests(writer.target).items():
             log.identify(name, digest)
         if not writer.acceptance.lossless:  # these answers are not the target's own
             log.note("lossless", False)
-        if (asked := recipe.data.generator).drafter is not None:
-            log.note("drafted_by", {"drafter": asked.drafter, "draft_tokens": asked.draft_tokens})
-        return regenerate(writer, tokenizer, todo, settings, log, rejects)
+        if drafter is not None:
+            log.note("drafted_by", {"drafter": drafter, "draft_tokens": recipe.data.generator.draft_tokens})
+        if asked is not None:
+            writer.states = held.enter_context(
+                storing(recipe, asked, writer.target, generator["tokenizer_fingerprint"])
+            )
+        unanswered = regenerate(writer, tokenizer, todo, settings, log, rejects, writer.states)
+        if writer.states is not None and len(writer.states.written):
+            complete(recipe, writer.target)
+        return unanswered
 
 
 def regenerate(
@@ -127,10 +144,14 @@ def regenerate(
     settings: GenerationSettings,
     log: ConversationLog,
     rejects: Rejects,
+    states: AnswerStates | None = None,
 ) -> int:
     """Answers `conversations` and appends each to `log` after its last turn. Returns how many got no answer.
 
     Raises UserError if no conversation could be asked or answered.
+
+    Args:
+        states: of a `Writer`; each conversation's are stored first.
     """
     store = partial(store_picture, folder=log.path.with_suffix(".pictures"))
     asked = OpenConversations(conversations, tokenizer, settings.max_length, rejects, store)
@@ -145,6 +166,8 @@ def regenerate(
                     tally.add(answer)
                     finished = asked.take(answer)
                 if finished is not None:
+                    if states is not None:
+                        states.store(finished["id"])
                     log.append(finished)
                     tally.unasked += finished.get("unasked_turns", 0)
                 bar.set_postfix_str(tally.progress(writer), refresh=False)
@@ -300,6 +323,28 @@ def generator_identity(
     }
 
 
+def check_room(
+    recipe: Recipe,
+    asked: Asked,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: GenerationSettings,
+    todo: list[Conversation],
+    log: LogContent,
+) -> None:
+    """Raises UserError if the states of prompts, and of answers of the mean length so far, do not fit on the disk."""
+    sample, directory = sampled(todo), recipe.states_dir
+    mean = log.answer_tokens / log.answers if log.answers else 1
+    sizes = [s for c in sample if (s := planned(tokenizer, c, mean, settings.max_length)) is not None]
+    rows = [(size.prompts[-1] + size.answers[-1], sum(size.answers)) for size in sizes if size.rows]
+    least = sum(asked.bytes_of(*row) for row in rows) * len(todo) / max(1, len(sample))
+    if least > (free := free_bytes(directory)):
+        raise UserError(
+            f"data.states: at least {gigabytes(least)} are to be written to {directory} with the answers, and "
+            f"{gigabytes(free)} are free there: make room, name another folder, or take data.capture.dtype=int8 or a "
+            "smaller data.max_length"
+        )
+
+
 def print_regeneration_plan(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
@@ -348,6 +393,13 @@ def print_regeneration_plan(
         print(f"tokens         {bound} {asked * answer_mean:,} (max_new_tokens {answer_mean} each)")
     size = scale * sum(size.file_bytes for size in sizes)
     print(f"disk           {bound} {size / 1e6:,.1f} MB more in {log.path}")
+    if (states := asked_states(recipe, tokenizer_fingerprint(tokenizer))) is not None:
+        size = scale * sum(states.bytes_of(size.tokens, sum(size.answers)) for size in sizes)
+        print(
+            f"states         {list(states.layers)}{' and the last' * states.shape.has_last}, in "
+            f"{recipe.data.capture.dtype}: {bound} {gigabytes(size)} more in {recipe.states_dir}, "
+            f"{gigabytes(free_bytes(recipe.states_dir))} are free there"
+        )
     if generator.kind == "openai":
         print("memory, time   depend on the servers; the progress bar shows the time after the first answers")
     else:

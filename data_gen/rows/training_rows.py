@@ -97,7 +97,12 @@ def usable_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rejects: Rej
     rows = training_rows(recipe.conversations_path, tokenizer, longest_row(recipe), rejects, leave_out)
     # Every picture is opened, for its size and content, which may take a while.
     rows = Bar(rows, desc="reading", unit="row", leave=False, disable=rank() > 0)
-    return [row for row in rows if any(end - start >= 2 for start, end in row.spans)]
+    return [row for row in rows if is_usable(row)]
+
+
+def is_usable(row: TrainingRow) -> bool:
+    """Whether it has an answer of two tokens or more."""
+    return any(end - start >= 2 for start, end in row.spans)
 
 
 def training_rows(

@@ -2,10 +2,8 @@
 
 import json
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +12,31 @@ from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.capture_processes import Team
-from draftsmith.data_gen.states.shards import file_problem
-from draftsmith.data_gen.states.store import (
-    ENCODINGS,
-    RowShape,
-    ShardBuffer,
-    StoreManifest,
-    key_of,
-    length_of,
-    rows_identity,
-    stored_tokens,
-    taught_tokens,
+from draftsmith.data_gen.states.jobs import (
+    Job,
+    capture_plan_lines,
+    check_room,
+    early_plan_lines,
+    identity_of,
+    job_of,
+    missing_shards,
+    needs_target,
+    refuse_others,
+    rows_to_make,
+    rows_written,
+    store_so_far,
+    store_summary,
 )
-from draftsmith.data_gen.states.stored_pictures import (
-    PICTURES,
-    drop_damaged,
-    inserts_of,
-    picture_bytes,
-    save_pictures,
-)
-from draftsmith.data_gen.states.stored_target import (
-    head_bytes,
-    logit_settings,
-    save_config_and_tokenizer,
-    save_target,
-    target_is_whole,
-)
-from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
-from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import config_identity, differences, target_identity
-from draftsmith.models.costs import gigabytes, torch_dtype
+from draftsmith.data_gen.states.store import ShardBuffer, StoreManifest, states_length
+from draftsmith.data_gen.states.stored_pictures import PICTURES, save_pictures
+from draftsmith.data_gen.states.stored_target import save_target
+from draftsmith.data_gen.states.written import WrittenRows
+from draftsmith.models.checkpoint import differences
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.guidance import loaded_target
 from draftsmith.models.prompt import PlacedInsert
-from draftsmith.models.quantize import target_changes
-from draftsmith.models.target import Target, checked_capture_layers
+from draftsmith.models.target import Target
 from draftsmith.models.target_session import batches_by_length
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
@@ -61,7 +47,6 @@ from draftsmith.recipes.loader import output_problem
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 
-MANIFEST_BYTES_A_SHARD = 450
 # Keys of `Team`. Published: numbers of the missing shards, the manifest's made_of, and each written shard's entry as
 # written/1, written/2, ... Counted: shards taken, shards written, tokens that the target has read.
 MISSING, MADE_OF, TAKEN, WRITTEN, TOKENS = "missing", "made_of", "taken", "written", "tokens"
@@ -102,22 +87,48 @@ def lead(team: Team, command: Command) -> None:
     with ExitStack() as held:
         if directory.exists() and not command.plan:
             held.enter_context(alone_in(directory))
-        manifest = store_so_far(directory, job, command.verify)
-        for text in capture_plan_lines(job, manifest, directory):
+        manifest, written = store_so_far(directory, job, command.verify), rows_written(directory, job)
+        for text in capture_plan_lines(job, manifest, directory, written):
             print(text)
         if command.plan:
             return
-        check_room(job, manifest, directory)
+        check_room(job, manifest, directory, written)
         if not directory.exists():
             manifest.make_folder(directory)
             held.enter_context(alone_in(directory))
         clear_leftovers(directory, manifest)
         if manifest.complete and manifest.files:
+            if written is not None:
+                written.drop(but=())
             print(f"all is captured: {store_summary(manifest)}")
             return
         missing = missing_shards(job, manifest)
-        team.publish(MISSING, missing)
-        capture(job, missing, directory, team, manifest)
+        # Without the target, the others have nothing to do.
+        team.publish(MISSING, missing if needs_target(job, manifest, directory, written) else [])
+        capture(job, missing, directory, team, manifest, written)
+    print(f"{directory}: {store_summary(manifest)}")
+
+
+def complete(recipe: Recipe, target: Target | None = None) -> None:
+    """Makes the store from the rows that regeneration has written, if it has written all. The folder is locked.
+
+    Args:
+        target: reads the rows' pictures; None: only a store without pictures is made.
+    """
+    directory, job = recipe.states_dir, job_of(recipe, Rejects())
+    manifest, written = store_so_far(directory, job, verify=False), rows_written(directory, job)
+    if written is None:
+        return
+    left = [row for row in rows_to_make(job, manifest) if row not in written]
+    if left or (target is None and needs_target(job, manifest, directory, written)):
+        print(
+            f"{directory}: the states of {len(job.rows) - len(left):,} of {len(job.rows):,} rows are stored; "
+            "`draftsmith capture` adds the rest"
+        )
+        return
+    check_room(job, manifest, directory, written)
+    capture(job, missing_shards(job, manifest), directory, Team(), manifest, written, target)
+    written.drop(but=())
     print(f"{directory}: {store_summary(manifest)}")
 
 
@@ -128,100 +139,11 @@ def follow(team: Team, read_command: Callable[[], Command]) -> None:
         return  # there is no shard left for this rank
     logging.disable_progress_bar()  # transformers': rank 0 shows its own
     recipe = read_command().recipe
-    capture(job_of(recipe, Rejects()), missing, recipe.states_dir, team)
+    job = job_of(recipe, Rejects())
+    capture(job, missing, recipe.states_dir, team, written=rows_written(recipe.states_dir, job))
 
 
-@dataclass(frozen=True)
-class Job:
-    """The store that the recipe asks for.
-
-    Args:
-        shards: the rows of each shard.
-        made_of: the manifest's made_of as far as it is known before the target is loaded.
-    """
-
-    recipe: Recipe
-    fingerprint: str
-    layers: tuple[int, ...]
-    shape: RowShape
-    shards: list[list[TrainingRow]]
-    made_of: dict[str, Any]
-
-    @classmethod
-    def of(cls, recipe: Recipe, rows: Sequence[TrainingRow], fingerprint: str) -> "Job":
-        section, settings = recipe.target, recipe.data.capture
-        config = load_config(section).get_text_config(decoder=True)
-        layers = layers_of(recipe, config)
-        has_last = layers[-1] != config.num_hidden_layers
-        pictures = recipe.drafter.reads_picture_states
-        shape = RowShape(len(layers), config.hidden_size, ENCODINGS[settings.dtype], has_last, pictures)
-        target = config_identity(config, section.model, section.revision, fingerprint, target_changes(section))
-        made_of = {
-            "target": target | logit_settings(config),
-            "capture_layers": list(layers),
-            "dtype": settings.dtype,
-            "picture_states": pictures,
-            "rows": rows_identity({key_of(row) for row in rows}),
-            # These change the last bits of a state, or the shard of a row.
-            "computed_in": str(torch_dtype(config, section.dtype)).removeprefix("torch."),
-            "shard_megabytes": settings.shard_megabytes,
-            "batch_tokens": settings.batch_tokens,
-        }
-        shards = shape.shards(rows, settings.shard_megabytes * 1e6)
-        return cls(recipe, fingerprint, layers, shape, shards, made_of)
-
-    @property
-    def rows(self) -> list[TrainingRow]:
-        """Distinct rows."""
-        return [row for shard in self.shards for row in shard]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a number in the target's dtype."""
-        return torch_dtype(load_config(self.recipe.target), self.recipe.target.dtype).itemsize
-
-    @property
-    def bytes_of_target(self) -> int:
-        """Size of target/: head, embeddings, config and tokenizer."""
-        section = self.recipe.target
-        config = load_config(section)
-        size = head_bytes(config.get_text_config(decoder=True), torch_dtype(config, section.dtype).itemsize)
-        with tempfile.TemporaryDirectory() as folder:
-            save_config_and_tokenizer(section, Path(folder))
-            return size + sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-
-
-def job_of(recipe: Recipe, rejects: Rejects) -> Job:
-    tokenizer = load_tokenizer(recipe.target)
-    return Job.of(recipe, usable_rows(recipe, tokenizer, rejects), tokenizer_fingerprint(tokenizer))
-
-
-def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
-    """Layers that the recipe's drafter reads. EAGLE-1 reads the last state, behind the final norm."""
-    if recipe.drafter.extends == "eagle":
-        return (config.num_hidden_layers,)
-    return checked_capture_layers(recipe.drafter.capture_layers, config.num_hidden_layers)
-
-
-def store_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:
-    """The folder's manifest without damaged shards, or a new one. Raises UserError if its settings differ."""
-    manifest = StoreManifest.read(directory)
-    if manifest is None:
-        return StoreManifest(job.made_of, len(job.shards))
-    # Parts of the target's identity are known only from the weights.
-    target = manifest.made_of["target"] | job.made_of["target"]
-    manifest.refuse_if(manifest.other_than(manifest.made_of | job.made_of | {"target": target}), directory)
-    for number, entry in list(manifest.shards.items()):
-        if problem := file_problem(directory / entry["file"], entry, verify):
-            print(f"note: {problem}; captured again")
-            del manifest.shards[number]
-    for number in list(manifest.shards):
-        for problem in drop_damaged(job.shards[number], directory, verify):
-            print(f"note: {problem}; captured again")
-            manifest.shards.pop(number, None)
-    if not target_is_whole(directory, manifest, verify):
-        manifest.files = {}
-    return manifest
+# Capturing.
 
 
 def clear_leftovers(directory: Path, manifest: StoreManifest) -> None:
@@ -233,93 +155,14 @@ def clear_leftovers(directory: Path, manifest: StoreManifest) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def missing_shards(job: Job, manifest: StoreManifest) -> list[int]:
-    return [number for number in range(len(job.shards)) if number not in manifest.shards]
-
-
-# Sizes.
-
-
-def estimated_bytes(job: Job) -> int:
-    """Size of the whole store: shards, target/ and manifest."""
-    shards = sum(map(job.shape.bytes_of_shard, job.shards))
-    pictures = sum(each.length for each in inserts_of(job.rows).values()) * job.shape.hidden_size * job.itemsize
-    return shards + pictures + job.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(job.shards))
-
-
-def early_plan_lines(recipe: Recipe, directory: Path) -> Iterator[str]:
-    config = load_config(recipe.target).get_text_config(decoder=True)
-    layers = layers_of(recipe, config)
-    states = len({*layers, config.num_hidden_layers})  # the last one teaches
-    a_token = states * ENCODINGS[recipe.data.capture.dtype].bytes_of(config.hidden_size)
-    longest, most = longest_row(recipe), recipe.data.max_prompts
-    if note := bounded_rows(recipe):
-        yield note
-    yield f"rows           of {recipe.conversations_path}, which is not there yet"
-    yield f"states         {sorted({*layers, config.num_hidden_layers})}, in {recipe.data.capture.dtype}"
-    yield f"a token        at most {a_token:,} bytes of states"
-    rows = 1000 if most is None else most
-    yield f"disk           {gigabytes(rows * longest * a_token)} of states for {rows:,} rows of {longest:,} tokens"
-    yield f"writes         {directory}"
-
-
-def capture_plan_lines(job: Job, manifest: StoreManifest, directory: Path) -> Iterator[str]:
-    rows, shape = job.rows, job.shape
-    read = sum(map(length_of, rows))
-    tokens = sum(stored_tokens(row, shape.picture_states) for row in rows)
-    taught = sum(taught_tokens(row.spans) for row in rows)
-    a_token = shape.encoding.bytes_of(shape.hidden_size) * (shape.states + (taught / tokens if shape.has_last else 0))
-    last = f"the last one of {taught:,} ({taught / tokens:.0%})" if shape.has_last else "which also teaches"
-    of = "every token" if tokens == read else f"{tokens:,} tokens that a vispec drafter reads"
-    yield f"rows           {len(rows):,}, {read:,} tokens, of training and validation"
-    yield f"states         {list(job.layers)} of {of}, {last}, in {job.recipe.data.capture.dtype}"
-    if pictures := inserts_of(rows):
-        of_pictures = sum(each.length for each in pictures.values())
-        yield f"pictures       input embeddings of {len(pictures):,}, {of_pictures:,} tokens, each stored once"
-    yield f"a token        {a_token:,.0f} bytes of states"
-    count = len(job.shards)
-    yield (
-        f"disk           {gigabytes(estimated_bytes(job))} in {count:,} shard{'s' * (count > 1)}, "
-        f"{gigabytes(free_bytes(directory))} are free there"
-    )
-    if manifest.shards:
-        yield f"done           {store_summary(manifest)}"
-    yield f"writes         {directory}"
-
-
-def free_bytes(directory: Path) -> int:
-    """Free bytes of the disk that holds or will hold `directory`."""
-    there = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
-    return shutil.disk_usage(there).free
-
-
-def check_room(job: Job, manifest: StoreManifest, directory: Path) -> None:
-    """Raises UserError, before anything is written, if the missing files do not fit on the disk."""
-    left = sum(job.shape.bytes_of_shard(job.shards[number]) for number in missing_shards(job, manifest))
-    left += 0 if manifest.files else job.bytes_of_target
-    left += picture_bytes(job.rows, job.shape.hidden_size, job.itemsize, directory)
-    free = free_bytes(directory)
-    if left > free:
-        raise UserError(
-            f"data.states: {gigabytes(left)} are still to be written to {directory}, and {gigabytes(free)} are free "
-            "there: make room, name another folder, or take data.capture.dtype=int8 or a smaller data.max_length"
-        )
-
-
-def store_summary(manifest: StoreManifest) -> str:
-    rows, tokens, size = (manifest.total(name) for name in ("rows", "tokens", "bytes"))
-    shards = f"{len(manifest.shards):,} of {manifest.of:,} shards"
-    text = f"{rows:,} rows, {tokens:,} tokens, {gigabytes(size)} in {shards}"
-    if broken := manifest.total("nonfinite_rows"):
-        text += f"; {broken:,} rows have NaN or inf among their states, and training will skip them"
-    return text
-
-
-# Capturing.
-
-
 def capture(
-    job: Job, missing: Sequence[int], directory: Path, team: Team, manifest: StoreManifest | None = None
+    job: Job,
+    missing: Sequence[int],
+    directory: Path,
+    team: Team,
+    manifest: StoreManifest | None = None,
+    written: WrittenRows | None = None,
+    target: Target | None = None,
 ) -> None:
     """Makes missing shards until all are taken.
 
@@ -328,27 +171,37 @@ def capture(
     Args:
         missing: the same for all processes.
         manifest: given to rank 0, which also writes target/ and waits for all shards.
+        written: rows for which the target need not run.
+        target: if it is loaded already.
     """
-    section = job.recipe.target
-    target = loaded_target(section, job.layers, team.take_device(section.device))
-    identity = target_identity(target, section.model, section.revision, job.fingerprint, target_changes(section))
-    identity |= {"embedding_scale": target.embedding_scale}
-    made_of = job.made_of | {"target": job.made_of["target"] | identity}
     ledger = None
+    if target is None and (manifest is None or needs_target(job, manifest, directory, written)):
+        target = target_of(job, team)
+    if target is not None:
+        identity = identity_of(target, job.recipe, job.fingerprint)
+    else:
+        assert written is not None and written.manifest is not None
+        identity = written.manifest.made_of["target"]
+    made_of = job.made_of | {"target": job.made_of["target"] | identity}
     try:
         if manifest is None:
             check_same(team, made_of)
         else:
             if manifest.shards:
                 manifest.refuse_if(manifest.other_than(made_of), directory, "from another target")
+            if written is not None and written.manifest is not None:
+                refuse_others(written.manifest, {"target": made_of["target"]}, directory)
             manifest.made_of = made_of
             team.publish(MADE_OF, made_of)
             if not manifest.files:
-                manifest.files = save_target(section, target, directory)
+                if target is not None:
+                    manifest.files = save_target(job.recipe.target, target, directory)
+                elif written is not None and written.manifest is not None:
+                    manifest.files = written.manifest.files
                 manifest.write(directory)
-            tokens = sum(length_of(row) for number in missing for row in job.shards[number])
-            ledger = Ledger(directory, manifest, team, tokens)
-        make_shards(job, missing, target, directory, team, ledger)
+            tokens = sum(states_length(row) for number in missing for row in job.shards[number])
+            ledger = Ledger(directory, manifest, team, tokens, job, written)
+        make_shards(job, missing, target, directory, team, ledger, written)
         if ledger is not None:
             team.wait(ledger.update)
     except (OSError, SafetensorError) as error:
@@ -363,6 +216,11 @@ def capture(
     if ledger is not None and ledger.nonfinite:
         rows = ledger.nonfinite
         print(f"note: NaN or inf among the states of {len(rows)} rows, the first: {rows[:5]}")
+
+
+def target_of(job: Job, team: Team) -> Target:
+    section = job.recipe.target
+    return loaded_target(section, job.layers, team.take_device(section.device))
 
 
 def check_same(team: Team, made_of: dict[str, Any]) -> None:
@@ -384,8 +242,16 @@ class Ledger:
         nonfinite: ids of this run's rows with NaN or inf among their states.
     """
 
-    def __init__(self, directory: Path, manifest: StoreManifest, team: Team, tokens: int):
-        self.directory, self.manifest, self.team = directory, manifest, team
+    def __init__(
+        self,
+        directory: Path,
+        manifest: StoreManifest,
+        team: Team,
+        tokens: int,
+        job: Job,
+        written: WrittenRows | None = None,
+    ):
+        self.directory, self.manifest, self.team, self.job, self.written = directory, manifest, team, job, written
         self.entered = 0  # shards of this run in the manifest
         self.nonfinite: list[str] = []
         self.bar = Bar(total=tokens, desc="capture", unit="token", unit_scale=True)
@@ -401,22 +267,41 @@ class Ledger:
             self.nonfinite += nonfinite
         if self.entered > before:
             self.manifest.write(self.directory)
+            if self.written is not None:
+                self.written.drop(but=rows_to_make(self.job, self.manifest))
         return self.manifest.complete
 
 
 def make_shards(
-    job: Job, missing: Sequence[int], target: Target, directory: Path, team: Team, ledger: Ledger | None
+    job: Job,
+    missing: Sequence[int],
+    target: Target | None,
+    directory: Path,
+    team: Team,
+    ledger: Ledger | None,
+    written: WrittenRows | None,
 ) -> None:
     """Takes, writes and publishes shards, one at a time."""
     while (taken := team.count(TAKEN, 1)) <= len(missing):
         number = missing[taken - 1]
-        shard = ShardBuffer(job.shape, job.shards[number])
-        for batch in batches_by_length([*map(length_of, shard.rows)], job.recipe.data.capture.batch_tokens):
-            fill(shard, batch, target)
-            team.count(TOKENS, sum(length_of(shard.rows[index]) for index in batch))
+        shard, left = ShardBuffer(job.shape, job.shards[number]), list[int]()
+        for index, row in enumerate(shard.rows):
+            states = None if written is None else written.get(row)
+            if states is None:
+                left.append(index)
+            else:
+                shard.place(index, states)
+                team.count(TOKENS, states_length(row))
+        lengths = [states_length(shard.rows[index]) for index in left]
+        for batch in batches_by_length(lengths, job.recipe.data.capture.batch_tokens):
+            if target is None:  # the written states are damaged
+                target = target_of(job, team)
+            fill(shard, [left[i] for i in batch], target)
+            team.count(TOKENS, sum(lengths[i] for i in batch))
             if ledger is not None:
                 ledger.update()
-        save_pictures(shard.rows, target, directory, team.rank)  # first: a shard in the manifest has its pictures
+        if target is not None:
+            save_pictures(shard.rows, target, directory, team.rank)  # first: a shard in the manifest has its pictures
         entry = shard.write(directory, number)
         nonfinite = [shard.rows[index].id for index in sorted(shard.nonfinite)]
         team.publish(f"{WRITTEN}/{team.count(WRITTEN, 1)}", (number, entry, nonfinite))
@@ -427,10 +312,10 @@ def make_shards(
 def fill(shard: ShardBuffer, batch: Sequence[int], target: Target) -> None:
     """Runs the target over some rows of a shard and stores their states in it."""
     rows = [shard.rows[index] for index in batch]
-    ids = pad_sequence([torch.tensor(row.input_ids[: length_of(row)]) for row in rows], batch_first=True)
+    ids = pad_sequence([torch.tensor(row.input_ids[: states_length(row)]) for row in rows], batch_first=True)
     inserts = [
-        PlacedInsert(i, each) for i, row in enumerate(rows) for each in row.inserts if each.first < length_of(row)
+        PlacedInsert(i, each) for i, row in enumerate(rows) for each in row.inserts if each.first < states_length(row)
     ]
     states = target.states(ids.to(target.device), inserts=inserts)
     for i, (index, row) in enumerate(zip(batch, rows, strict=True)):
-        shard.put(index, states.captured[i, : length_of(row)], states.last[i, : length_of(row)])
+        shard.put(index, states.captured[i, : states_length(row)], states.last[i, : states_length(row)])

@@ -3,6 +3,7 @@
     manifest.json               target, rows and dtype of the store; size, sha256 and counts of every file
     target/                     the target's embeddings and head (`data_gen.states.stored_target`), config, tokenizer
     pictures/                   input embeddings of the rows' pictures (`data_gen.states.stored_pictures`)
+    written/                    rows from `draftsmith regenerate` that are in no shard yet (`data_gen.states.written`)
     shard-00000.safetensors     rows, one after another:
         captured        [N, S, H]   the states that the drafter reads, of all tokens that it reads
         captured_scale  [N, S]      float32, only for int8 and fp8: a state is values * scale
@@ -13,13 +14,14 @@
         spans           [P, 3]      (row, start, end) of the supervised spans
         key             [R, 16]     `key_of` each row
 
-Tokens behind a row's last span are not stored, because training never reads them (`train.run.batches.collate`).
-Teachers follow `models.alignment`: column t has the target's distribution at t + 1, and counts if x[t+1] and x[t+2] lie
-in one span. So a span (s, e) needs the last states of s to e - 2:
+Tokens behind a row's last span are not stored, because training never reads them (`train.run.batches.collate`). Neither
+is the state of that span's last token: no counted column reads it, and decoding never computes it. Teachers follow
+`models.alignment`: column t has the target's distribution at t + 1, and counts if x[t+1] and x[t+2] lie in one span. So
+a span (s, e) needs the last states of s to e - 2:
 
     position      0  1  2  3  4  5  6  7  8  9 10
     token         u  u  u  >  A  B  C  D  .  u  u          span (4, 9)
-    captured      *  *  *  *  *  *  *  *  *
+    captured      *  *  *  *  *  *  *  *
     last                      *  *  *  *
 
 A ViSpec drafter reads no state in a picture's columns: it has none there, or compressed tokens (`models.vispec`). A
@@ -28,7 +30,7 @@ store serves every drafter. Column 6 is the first behind the picture:
 
     position      0  1  2  3  4  5  6  7  8
     token         u  u  P  P  P  P  P  u  A
-    captured      *                 *  *  *
+    captured      *                 *  *
 
 Rows are sorted into shards by their keys, which are random. A shard is therefore a fair sample, and training shuffles
 shards, then the rows of a few neighbouring shards (`train.run.state_sources`).
@@ -73,7 +75,7 @@ class Encoding:
         """Bytes of one state."""
         return width * self.dtype.itemsize + (0 if self.largest is None else 4)
 
-    def encode(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def encode(self, states: torch.Tensor) -> "Encoded":
         """States [..., H] as (values [..., H], scales [...] or None). NaN and inf stay visible after decoding."""
         if self.largest is None:
             return states.to(self.dtype), None
@@ -111,6 +113,11 @@ def length_of(row: TrainingRow) -> int:
     return max(end for _, end in row.spans)
 
 
+def states_length(row: TrainingRow) -> int:
+    """Number of tokens whose states anything reads: all of `length_of` but the last."""
+    return length_of(row) - 1
+
+
 def columns_of_pictures(row: TrainingRow) -> list[range]:
     """The columns of each picture. One inside an answer is left out: its states may teach."""
     found = []
@@ -123,7 +130,7 @@ def columns_of_pictures(row: TrainingRow) -> list[range]:
 
 def stored_positions(row: TrainingRow, picture_states: bool) -> torch.Tensor:
     """[n] positions with stored states, ascending."""
-    stored = torch.ones(length_of(row), dtype=torch.bool)
+    stored = torch.ones(states_length(row), dtype=torch.bool)
     for columns in [] if picture_states else columns_of_pictures(row):
         stored[columns.start : columns.stop] = False
     return stored.nonzero().flatten()
@@ -131,13 +138,13 @@ def stored_positions(row: TrainingRow, picture_states: bool) -> torch.Tensor:
 
 def stored_tokens(row: TrainingRow, picture_states: bool) -> int:
     """Number of `stored_positions`."""
-    return length_of(row) - (0 if picture_states else sum(map(len, columns_of_pictures(row))))
+    return states_length(row) - (0 if picture_states else sum(map(len, columns_of_pictures(row))))
 
 
 def stored_ids(row: TrainingRow, picture_states: bool) -> list[int]:
     """Token ids at `stored_positions`."""
     if picture_states or not row.inserts:
-        return row.input_ids[: length_of(row)]
+        return row.input_ids[: states_length(row)]
     return [row.input_ids[position] for position in stored_positions(row, picture_states).tolist()]
 
 
@@ -198,11 +205,23 @@ class RowShape:
             filled += sizes[key]
         return shards
 
+    def stored(self, row: TrainingRow, states_Tx: torch.Tensor) -> torch.Tensor:
+        """Of states of all `states_length` tokens, or their scales, those of `stored_positions`."""
+        if stored_tokens(row, self.picture_states) == len(states_Tx):
+            return states_Tx
+        return states_Tx[stored_positions(row, self.picture_states).to(states_Tx.device)]
+
+    def taught(self, row: TrainingRow, states_Tx: torch.Tensor) -> torch.Tensor:
+        """Those of `teacher_positions`."""
+        return states_Tx[torch.tensor(teacher_positions(row.spans), device=states_Tx.device, dtype=torch.long)]
+
     def bytes_of_shard(self, rows: Sequence[TrainingRow]) -> int:
         return HEADER_BYTES + sum(map(self.bytes_of, rows))
 
 
 # Writing.
+
+Encoded = tuple[torch.Tensor, torch.Tensor | None]  # as `Encoding.encode` gives them
 
 
 class ShardBuffer:
@@ -228,25 +247,26 @@ class ShardBuffer:
         """Stores the states of row `index`.
 
         Args:
-            captured_TF, last_TH: one for each of its tokens.
+            captured_TF, last_TH: one for each of its `states_length` tokens.
         """
-        if self.starts[index + 1] - self.starts[index] < len(captured_TF):
-            stored = stored_positions(self.rows[index], self.shape.picture_states)
-            captured_TF = captured_TF[stored.to(captured_TF.device)]
-        captured_TSH = captured_TF.unflatten(-1, (self.shape.states, self.shape.hidden_size))
-        self._put(index, "captured", self.starts, captured_TSH)
-        if self.shape.has_last:
-            taught = torch.tensor(teacher_positions(self.rows[index].spans), device=last_TH.device, dtype=torch.long)
-            self._put(index, "last", self.taught_starts, last_TH[taught])
+        row, shape = self.rows[index], self.shape
+        captured_TSH = captured_TF.unflatten(-1, (shape.states, shape.hidden_size))
+        parts = {"captured": shape.stored(row, captured_TSH)} | (
+            {"last": shape.taught(row, last_TH)} if shape.has_last else {}
+        )
+        encoded = {name: shape.encoding.encode(states) for name, states in parts.items()}
+        scales = {f"{name}_scale": scale for name, (_, scale) in encoded.items() if scale is not None}
+        self.place(index, {name: values for name, (values, _) in encoded.items()} | scales)
 
-    def _put(self, index: int, name: str, starts: Sequence[int], states: torch.Tensor) -> None:
-        place = slice(starts[index], starts[index + 1])
-        values, scales = self.shape.encoding.encode(states)
-        self.tensors[name][place] = values.cpu()
-        if scales is not None:
-            self.tensors[f"{name}_scale"][place] = scales.cpu()
-        if not bool(states.isfinite().all()):
-            self.nonfinite.add(index)
+    def place(self, index: int, encoded: dict[str, torch.Tensor]) -> None:
+        """Stores the encoded states of row `index`, by their names in the shard."""
+        for name, tensor in encoded.items():
+            part = tensor.cpu()
+            starts = self.taught_starts if name.startswith("last") else self.starts
+            self.tensors[name][starts[index] : starts[index + 1]] = part
+            shows = self.shape.encoding.largest is None or name.endswith("_scale")  # whether it shows NaN and inf
+            if shows and not bool(part.isfinite().all()):
+                self.nonfinite.add(index)
 
     def write(self, directory: Path, number: int) -> dict[str, Any]:
         """Writes shard `number` and returns its manifest entry."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.data_gen.states.capturing import free_bytes
+from draftsmith.data_gen.states.jobs import free_bytes
 from draftsmith.data_gen.states.store import Store
 from draftsmith.data_gen.states.stored_target import stored_bytes
 from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row

@@ -1,0 +1,289 @@
+"""The store that a recipe asks for: its states, its rows and shards, their sizes, and what of them is there."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
+from draftsmith.data_gen.states.shards import file_problem
+from draftsmith.data_gen.states.store import (
+    ENCODINGS,
+    RowShape,
+    StoreManifest,
+    key_of,
+    length_of,
+    rows_identity,
+    states_length,
+    stored_tokens,
+    taught_tokens,
+)
+from draftsmith.data_gen.states.stored_pictures import drop_damaged, inserts_of, picture_bytes
+from draftsmith.data_gen.states.stored_target import (
+    head_bytes,
+    logit_settings,
+    save_config_and_tokenizer,
+    target_is_whole,
+)
+from draftsmith.data_gen.states.written import WrittenRows
+from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
+from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
+from draftsmith.models.checkpoint import config_identity, target_identity
+from draftsmith.models.costs import gigabytes, torch_dtype
+from draftsmith.models.quantize import target_changes
+from draftsmith.models.target import Target, checked_capture_layers
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.rejects import Rejects
+from draftsmith.recipes.schema import Recipe
+
+MANIFEST_BYTES_A_SHARD = 450
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The states that the recipe asks for, of whichever rows. Fields as of `Job`."""
+
+    layers: tuple[int, ...]
+    shape: RowShape
+    made_of: dict[str, Any]
+
+    @classmethod
+    def of(cls, recipe: Recipe, fingerprint: str) -> "Asked":
+        section, dtype = recipe.target, recipe.data.capture.dtype
+        config = load_config(section).get_text_config(decoder=True)
+        layers, pictures = layers_of(recipe, config), recipe.drafter.reads_picture_states
+        has_last = layers[-1] != config.num_hidden_layers
+        shape = RowShape(len(layers), config.hidden_size, ENCODINGS[dtype], has_last, pictures)
+        target = config_identity(config, section.model, section.revision, fingerprint, target_changes(section))
+        made_of = {
+            "target": target | logit_settings(config),
+            "capture_layers": list(layers),
+            "dtype": dtype,
+            "picture_states": pictures,
+            "computed_in": str(torch_dtype(config, section.dtype)).removeprefix("torch."),
+        }
+        return cls(layers, shape, made_of)
+
+    def bytes_of(self, tokens: float, taught: float) -> float:
+        """Size of rows with so many tokens in all, and so many of answers."""
+        a_state = self.shape.encoding.bytes_of(self.shape.hidden_size)
+        return a_state * (self.shape.states * tokens + (taught if self.shape.has_last else 0)) + 4 * tokens
+
+    def made_with(self, target: Target, recipe: Recipe, fingerprint: str) -> dict[str, Any]:
+        """`made_of` with what only the weights tell."""
+        return self.made_of | {"target": self.made_of["target"] | identity_of(target, recipe, fingerprint)}
+
+
+def identity_of(target: Target, recipe: Recipe, fingerprint: str) -> dict[str, Any]:
+    section = recipe.target
+    identity = target_identity(target, section.model, section.revision, fingerprint, target_changes(section))
+    return identity | {"embedding_scale": target.embedding_scale}
+
+
+@dataclass(frozen=True)
+class Job:
+    """The store that the recipe asks for.
+
+    Args:
+        shards: the rows of each shard.
+        made_of: the manifest's made_of as far as it is known before the target is loaded.
+    """
+
+    recipe: Recipe
+    fingerprint: str
+    layers: tuple[int, ...]
+    shape: RowShape
+    shards: list[list[TrainingRow]]
+    made_of: dict[str, Any]
+
+    @classmethod
+    def of(cls, recipe: Recipe, rows: Sequence[TrainingRow], fingerprint: str) -> "Job":
+        settings, asked = recipe.data.capture, Asked.of(recipe, fingerprint)
+        made_of = asked.made_of | {
+            "rows": rows_identity({key_of(row) for row in rows}),
+            # These change the last bits of a state, or the shard of a row.
+            "shard_megabytes": settings.shard_megabytes,
+            "batch_tokens": settings.batch_tokens,
+        }
+        shards = asked.shape.shards(rows, settings.shard_megabytes * 1e6)
+        return cls(recipe, fingerprint, asked.layers, asked.shape, shards, made_of)
+
+    @property
+    def rows(self) -> list[TrainingRow]:
+        """Distinct rows."""
+        return [row for shard in self.shards for row in shard]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the target's dtype."""
+        return torch_dtype(load_config(self.recipe.target), self.recipe.target.dtype).itemsize
+
+    @property
+    def bytes_of_target(self) -> int:
+        """Size of target/: head, embeddings, config and tokenizer."""
+        section = self.recipe.target
+        config = load_config(section)
+        size = head_bytes(config.get_text_config(decoder=True), torch_dtype(config, section.dtype).itemsize)
+        with tempfile.TemporaryDirectory() as folder:
+            save_config_and_tokenizer(section, Path(folder))
+            return size + sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+
+
+def job_of(recipe: Recipe, rejects: Rejects) -> Job:
+    tokenizer = load_tokenizer(recipe.target)
+    return Job.of(recipe, usable_rows(recipe, tokenizer, rejects), tokenizer_fingerprint(tokenizer))
+
+
+def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
+    """Layers that the recipe's drafter reads. EAGLE-1 reads the last state, behind the final norm."""
+    if recipe.drafter.extends == "eagle":
+        return (config.num_hidden_layers,)
+    return checked_capture_layers(recipe.drafter.capture_layers, config.num_hidden_layers)
+
+
+def store_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:
+    """The folder's manifest without damaged shards, or a new one. Raises UserError if its settings differ."""
+    manifest = StoreManifest.read(directory)
+    if manifest is None:
+        return StoreManifest(job.made_of, len(job.shards))
+    # Parts of the target's identity are known only from the weights.
+    target = manifest.made_of["target"] | job.made_of["target"]
+    manifest.refuse_if(manifest.other_than(manifest.made_of | job.made_of | {"target": target}), directory)
+    for number, entry in list(manifest.shards.items()):
+        if problem := file_problem(directory / entry["file"], entry, verify):
+            print(f"note: {problem}; captured again")
+            del manifest.shards[number]
+    for number in list(manifest.shards):
+        for problem in drop_damaged(job.shards[number], directory, verify):
+            print(f"note: {problem}; captured again")
+            manifest.shards.pop(number, None)
+    if not target_is_whole(directory, manifest, verify):
+        manifest.files = {}
+    return manifest
+
+
+def rows_written(directory: Path, job: Job) -> WrittenRows | None:
+    """The rows that regeneration has stored, or None. Raises UserError if they are of other states."""
+    written = WrittenRows(directory)
+    if written.manifest is None:
+        return None
+    refuse_others(
+        written.manifest, {key: job.made_of[key] for key in written.manifest.made_of if key != "rows"}, directory
+    )
+    return written
+
+
+def refuse_others(manifest: StoreManifest, made_of: dict[str, Any], directory: Path) -> None:
+    """Raises UserError if regeneration has stored other states there. `made_of` may lack what only the weights tell."""
+    target = manifest.made_of["target"] | made_of["target"]
+    manifest.refuse_if(manifest.other_than(manifest.made_of | made_of | {"target": target}), directory)
+
+
+def rows_to_make(job: Job, manifest: StoreManifest) -> list[TrainingRow]:
+    """The rows of missing shards."""
+    return [row for number in missing_shards(job, manifest) for row in job.shards[number]]
+
+
+def needs_target(job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None) -> bool:
+    """Whether the missing files cannot be made from written rows alone."""
+    rows = rows_to_make(job, manifest)
+    return (
+        written is None
+        or written.manifest is None
+        or not (manifest.files or target_is_whole(directory, written.manifest, verify=False))
+        or any(row not in written for row in rows)
+        or picture_bytes(rows, job.shape.hidden_size, job.itemsize, directory) > 0
+    )
+
+
+def missing_shards(job: Job, manifest: StoreManifest) -> list[int]:
+    return [number for number in range(len(job.shards)) if number not in manifest.shards]
+
+
+# Sizes.
+
+
+def estimated_bytes(job: Job) -> int:
+    """Size of the whole store: shards, target/ and manifest."""
+    shards = sum(map(job.shape.bytes_of_shard, job.shards))
+    pictures = sum(each.length for each in inserts_of(job.rows).values()) * job.shape.hidden_size * job.itemsize
+    return shards + pictures + job.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(job.shards))
+
+
+def early_plan_lines(recipe: Recipe, directory: Path) -> Iterator[str]:
+    config = load_config(recipe.target).get_text_config(decoder=True)
+    layers = layers_of(recipe, config)
+    states = len({*layers, config.num_hidden_layers})  # the last one teaches
+    a_token = states * ENCODINGS[recipe.data.capture.dtype].bytes_of(config.hidden_size)
+    longest, most = longest_row(recipe), recipe.data.max_prompts
+    if note := bounded_rows(recipe):
+        yield note
+    yield f"rows           of {recipe.conversations_path}, which is not there yet"
+    yield f"states         {sorted({*layers, config.num_hidden_layers})}, in {recipe.data.capture.dtype}"
+    yield f"a token        at most {a_token:,} bytes of states"
+    rows = 1000 if most is None else most
+    yield f"disk           {gigabytes(rows * longest * a_token)} of states for {rows:,} rows of {longest:,} tokens"
+    yield f"writes         {directory}"
+
+
+def capture_plan_lines(
+    job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None
+) -> Iterator[str]:
+    rows, shape = job.rows, job.shape
+    read = sum(map(length_of, rows))
+    tokens = sum(stored_tokens(row, shape.picture_states) for row in rows)
+    taught = sum(taught_tokens(row.spans) for row in rows)
+    a_token = shape.encoding.bytes_of(shape.hidden_size) * (shape.states + (taught / tokens if shape.has_last else 0))
+    last = f"the last one of {taught:,} ({taught / tokens:.0%})" if shape.has_last else "which also teaches"
+    whole = tokens == sum(map(states_length, rows))
+    of = "every token but the last of a row" if whole else f"{tokens:,} tokens that a vispec drafter reads"
+    yield f"rows           {len(rows):,}, {read:,} tokens, of training and validation"
+    yield f"states         {list(job.layers)} of {of}, {last}, in {job.recipe.data.capture.dtype}"
+    if pictures := inserts_of(rows):
+        of_pictures = sum(each.length for each in pictures.values())
+        yield f"pictures       input embeddings of {len(pictures):,}, {of_pictures:,} tokens, each stored once"
+    yield f"a token        {a_token:,.0f} bytes of states"
+    count = len(job.shards)
+    yield (
+        f"disk           {gigabytes(estimated_bytes(job))} in {count:,} shard{'s' * (count > 1)}, "
+        f"{gigabytes(free_bytes(directory))} are free there"
+    )
+    if manifest.shards:
+        yield f"done           {store_summary(manifest)}"
+    if written is not None and (left := rows_to_make(job, manifest)):
+        there = sum(row in written for row in left)
+        yield f"written        {there:,} of {len(left):,} rows with their answers; the target runs for the others"
+    yield f"writes         {directory}"
+
+
+def free_bytes(directory: Path) -> int:
+    """Free bytes of the disk that holds or will hold `directory`."""
+    there = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
+    return shutil.disk_usage(there).free
+
+
+def check_room(job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None = None) -> None:
+    """Raises UserError, before anything is written, if the missing files do not fit on the disk."""
+    sizes = [job.shape.bytes_of_shard(job.shards[number]) for number in missing_shards(job, manifest)]
+    left = sum(sizes)
+    if written is not None and sizes:  # what is written makes room, shard by shard
+        left = max(max(sizes), left - written.bytes)
+    left += 0 if manifest.files else job.bytes_of_target
+    left += picture_bytes(job.rows, job.shape.hidden_size, job.itemsize, directory)
+    free = free_bytes(directory)
+    if left > free:
+        raise UserError(
+            f"data.states: {gigabytes(left)} are still to be written to {directory}, and {gigabytes(free)} are free "
+            "there: make room, name another folder, or take data.capture.dtype=int8 or a smaller data.max_length"
+        )
+
+
+def store_summary(manifest: StoreManifest) -> str:
+    rows, tokens, size = (manifest.total(name) for name in ("rows", "tokens", "bytes"))
+    shards = f"{len(manifest.shards):,} of {manifest.of:,} shards"
+    text = f"{rows:,} rows, {tokens:,} tokens, {gigabytes(size)} in {shards}"
+    if broken := manifest.total("nonfinite_rows"):
+        text += f"; {broken:,} rows have NaN or inf among their states, and training will skip them"
+    return text

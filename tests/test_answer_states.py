@@ -1,0 +1,196 @@
+"""States that regeneration stores while it writes: the store that capture writes, without a second run of the target."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftsmith.data_gen import capture as capture_script
+from draftsmith.data_gen.answers import generators
+from draftsmith.data_gen.states import capturing, jobs
+from draftsmith.data_gen.states.store import ENCODINGS, Store, StoreManifest
+from draftsmith.data_gen.states.written import WrittenRows
+from draftsmith.models.chat import load_tokenizer
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from tests.conftest import make_tokenizer
+from tests.store_cases import rows_of
+from tests.test_drafted_answers import add_drafter
+from tests.test_regenerate import Workspace
+from tests.test_regenerate import place as place  # the fixture
+from tests.training_runs import run_main
+
+LAYERS = "drafter.capture_layers=[0,1,2]"
+EAGLE = "drafter={kind: eagle}"
+
+
+def states_of(place: Workspace, *more: str, dtype: str = "float32", name: str = "states") -> list[str]:
+    """Arguments of a run that stores states in several shards."""
+    arguments = [f"data.states={place.folder / name}", f"data.capture.dtype={dtype}", "data.capture.shard_megabytes=0.1"]
+    return [*arguments, *(more or (LAYERS,))]
+
+
+def capture(place: Workspace, *arguments: str) -> None:
+    run_main(capture_script, place.recipe, *arguments)
+
+
+def assert_same_store(mine: Path, captured: Path) -> None:
+    """The same files; states equal to the rounding of products in batches of other shapes."""
+    ours, theirs = StoreManifest.read(mine), StoreManifest.read(captured)
+    assert ours is not None and theirs is not None and ours.complete
+    assert list(ours.made_of.items()) == list(theirs.made_of.items())
+    assert ours.files == theirs.files and ours.shards.keys() == theirs.shards.keys()
+    names = [{path.relative_to(folder) for path in folder.rglob("*")} for folder in (mine, captured)]
+    assert names[0] == names[1]
+    for number, shard in ours.shards.items():
+        assert {k: v for k, v in shard.items() if k != "sha256"} == {
+            k: v for k, v in theirs.shards[number].items() if k != "sha256"
+        }
+        own, its = load_file(mine / shard["file"]), load_file(captured / shard["file"])
+        assert own.keys() == its.keys()
+        for name in own:
+            if name in ("ids", "starts", "spans", "key"):
+                assert torch.equal(own[name], its[name])
+            elif own[name].dtype in (torch.float32, torch.bfloat16):
+                rounding = 1e-5 if own[name].dtype == torch.float32 else 1e-2
+                largest = its[name].abs().max().item()
+                torch.testing.assert_close(own[name], its[name], rtol=rounding, atol=rounding * largest)
+            else:  # a step of the encoding, where the states lie between two
+                assert int((own[name].int() - its[name].int()).abs().max()) <= 1
+
+
+def no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capturing, "loaded_target", lambda *_: pytest.fail("the target was loaded"))
+
+
+@pytest.mark.parametrize(
+    "drafter, dtype, drafts",
+    [(LAYERS, "float32", False), (LAYERS, "float32", True), (EAGLE, "bfloat16", True), (EAGLE, "int8", False)],
+)
+def test_the_store_is_there_when_the_answers_are(
+    place: Workspace, monkeypatch: pytest.MonkeyPatch, drafter: str, dtype: str, drafts: bool
+) -> None:
+    """Conversations of one to three turns, rows that replace others, answers cut by both limits and of one token."""
+    place.ask(12)
+    drafted = [f"data.generator.drafter={add_drafter(place, steps=30)}"] if drafts else []
+    plain = ["data.max_length=36", f"data.conversations={place.folder / 'plain.jsonl'}"]
+    place.run(*plain)
+    printed = place.run("data.max_length=36", *states_of(place, drafter, dtype=dtype), *drafted)
+    assert f"{place.folder / 'states'}: " in printed and "shards" in printed
+    turns = [turn for record in place.records() for turn in record["turns"]]
+    assert {len(turn["output_token_ids"]) == 1 for turn in turns} == {True, False}
+    written = {record["id"]: record["turns"] for record in place.records()}
+    assert written == {record["id"]: record["turns"] for record in place.records(place.folder / "plain.jsonl")}
+    capture(place, "data.max_length=36", *states_of(place, drafter, dtype=dtype, name="captured"))
+    assert_same_store(place.folder / "states", place.folder / "captured")
+    no_target(monkeypatch)
+    capture(place, "data.max_length=36", *states_of(place, drafter, dtype=dtype))
+
+
+def test_templates_that_rewrite_history_give_a_row_for_each_turn(place: Workspace) -> None:
+    tokenizer = make_tokenizer()
+    template = "{% for m in messages %}{{ m['role'] }}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(place.target)
+    place.ask(9)
+    place.run(*states_of(place))
+    recipe = load_recipe(place.recipe, states_of(place))
+    assert len(rows_of(recipe)) > len(place.records())
+    capture(place, *states_of(place, name="captured"))
+    assert_same_store(place.folder / "states", place.folder / "captured")
+
+
+def test_capture_adds_only_what_was_answered_without_states(
+    place: Workspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    place.ask(12)
+    place.run("data.max_prompts=5")
+    printed = place.run(*states_of(place))
+    total = len(rows_of(load_recipe(place.recipe)))
+    before = sum(int(row.id[1:]) < 5 for row in rows_of(load_recipe(place.recipe)))
+    assert f"the states of {total - before} of {total} rows are stored; `draftsmith capture` adds the rest" in printed
+    assert StoreManifest.read(place.folder / "states") is None
+    ran: list[str] = []
+    fill = capturing.fill
+
+    def watched(shard: Any, batch: Any, target: Any) -> None:
+        ran.extend(shard.rows[index].id for index in batch)
+        fill(shard, batch, target)
+
+    monkeypatch.setattr(capturing, "fill", watched)
+    capture(place, *states_of(place), "--plan")
+    assert f"written        {total - before} of {total} rows with their answers" in capsys.readouterr().out
+    capture(place, *states_of(place))
+    assert len(ran) == before and all(int(name[1:]) < 5 for name in ran)
+    capture(place, *states_of(place, name="captured"))
+    assert_same_store(place.folder / "states", place.folder / "captured")
+
+
+def cut_the_end(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+
+
+def zeros_at_the_end(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0" * 99)
+
+
+@pytest.mark.parametrize("harm", [cut_the_end, flip_a_byte, zeros_at_the_end, Path.unlink])
+def test_damaged_rows_are_captured_anew(
+    place: Workspace, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None]
+) -> None:
+    place.ask(6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capturing, "capture", lambda *_: None)  # killed before it
+        patch.setattr(WrittenRows, "drop", lambda *_, **__: None)
+        patch.setattr("draftsmith.data_gen.states.capturing.store_summary", lambda _: "")
+        place.run(*states_of(place))
+    harm(next((place.folder / "states/written").glob("rows-*")))
+    place.run(*states_of(place))  # all is answered: makes the store if all rows are there
+    capture(place, *states_of(place))
+    capture(place, *states_of(place, name="captured"))
+    assert_same_store(place.folder / "states", place.folder / "captured")
+
+
+def test_states_of_two_kinds_do_not_mix(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.ask(6)
+    place.run("data.max_prompts=3")
+    place.run(*states_of(place), "data.max_prompts=5")  # three rows lack states
+    with pytest.raises(UserError, match=r"capture_layers: \[0, 1, 2\] there, \[0, 1\] now"):
+        capture(place, *states_of(place, "drafter.capture_layers=[0,1]"))
+    monkeypatch.setattr(generators, "Lineup", None)
+    with pytest.raises(UserError, match=r"dtype: 'float32' there, 'int8' now"):
+        place.run(*states_of(place, dtype="int8"))
+
+
+def test_a_store_that_is_there_gets_no_further_rows(place: Workspace, capsys: pytest.CaptureFixture) -> None:
+    place.ask(6)
+    place.run("data.max_prompts=3", *states_of(place))
+    before = {path: path.read_bytes() for path in (place.folder / "states").rglob("*") if path.is_file()}
+    assert "holds a store already" in place.run(*states_of(place))
+    assert {path: path.read_bytes() for path in (place.folder / "states").rglob("*") if path.is_file()} == before
+
+
+def test_the_plan_says_how_large_the_states_are(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.ask(6)
+    with monkeypatch.context() as patch:
+        patch.setattr(generators, "Lineup", None)
+        printed = place.run("--plan", *states_of(place))
+        assert "states         [0, 1, 2] and the last, in float32: at most 0." in printed
+        assert "are free there" in printed and not (place.folder / "states").exists()
+        assert "states  " not in place.run("--plan", LAYERS)
+        usage = shutil.disk_usage(place.folder)._replace(free=1000)
+        patch.setattr(jobs.shutil, "disk_usage", lambda path: usage)
+        with pytest.raises(UserError, match=r"data\.states: at least 0\.1 MB are to be written to .* with the answers"):
+            place.run(*states_of(place))
+        with pytest.raises(UserError, match=r"drafter\.capture_layers: .* between 0 and 2"):
+            place.run(*states_of(place, "drafter.capture_layers=[7]"))
