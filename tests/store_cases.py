@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from draftsmith.data_gen import capture as script
 from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.jobs import layers_of
+from draftsmith.data_gen.states.store import StoreManifest
 from draftsmith.models.chat import load_tokenizer
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.errors import UserError
@@ -103,3 +106,28 @@ def refusals(recipe_path: Path, *arguments: str) -> str:
     with pytest.raises(UserError) as raised:
         run_main(eagle3, recipe_path, *arguments)
     return "\n".join(raised.value.problems)
+
+
+def assert_same_store(mine: Path, captured: Path) -> None:
+    """The same files; states equal to the rounding of products in batches of other shapes."""
+    ours, theirs = StoreManifest.read(mine), StoreManifest.read(captured)
+    assert ours is not None and theirs is not None and ours.complete
+    assert list(ours.made_of.items()) == list(theirs.made_of.items())
+    assert ours.files == theirs.files and ours.shards.keys() == theirs.shards.keys()
+    names = [{path.relative_to(folder) for path in folder.rglob("*")} for folder in (mine, captured)]
+    assert names[0] == names[1]
+    for number, shard in ours.shards.items():
+        assert {k: v for k, v in shard.items() if k != "sha256"} == {
+            k: v for k, v in theirs.shards[number].items() if k != "sha256"
+        }
+        own, its = load_file(mine / shard["file"]), load_file(captured / shard["file"])
+        assert own.keys() == its.keys()
+        for name in own:
+            if name in ("ids", "starts", "spans", "key"):
+                assert torch.equal(own[name], its[name])
+            elif own[name].dtype in (torch.float32, torch.bfloat16):
+                rounding = 1e-5 if own[name].dtype == torch.float32 else 1e-2
+                largest = its[name].abs().max().item()
+                torch.testing.assert_close(own[name], its[name], rtol=rounding, atol=rounding * largest)
+            else:  # a step of the encoding, where the states lie between two
+                assert int((own[name].int() - its[name].int()).abs().max()) <= 1

@@ -1,4 +1,4 @@
-"""States that regeneration stores while it writes: the store that capture writes, without a second run of the target."""
+"""States that regeneration stores while it writes: capture's store, without a second run of the target."""
 
 import shutil
 from collections.abc import Callable
@@ -6,19 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from draftsmith.data_gen import capture as capture_script
 from draftsmith.data_gen.answers import generators
 from draftsmith.data_gen.states import capturing, jobs
-from draftsmith.data_gen.states.store import ENCODINGS, Store, StoreManifest
+from draftsmith.data_gen.states.store import StoreManifest
 from draftsmith.data_gen.states.written import WrittenRows
-from draftsmith.models.chat import load_tokenizer
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from tests.conftest import make_tokenizer
-from tests.store_cases import rows_of
+from tests.store_cases import assert_same_store, files_of, rows_of
 from tests.test_drafted_answers import add_drafter
 from tests.test_regenerate import Workspace
 from tests.test_regenerate import place as place  # the fixture
@@ -30,37 +27,16 @@ EAGLE = "drafter={kind: eagle}"
 
 def states_of(place: Workspace, *more: str, dtype: str = "float32", name: str = "states") -> list[str]:
     """Arguments of a run that stores states in several shards."""
-    arguments = [f"data.states={place.folder / name}", f"data.capture.dtype={dtype}", "data.capture.shard_megabytes=0.1"]
+    arguments = [
+        f"data.states={place.folder / name}",
+        f"data.capture.dtype={dtype}",
+        "data.capture.shard_megabytes=0.1",
+    ]
     return [*arguments, *(more or (LAYERS,))]
 
 
 def capture(place: Workspace, *arguments: str) -> None:
     run_main(capture_script, place.recipe, *arguments)
-
-
-def assert_same_store(mine: Path, captured: Path) -> None:
-    """The same files; states equal to the rounding of products in batches of other shapes."""
-    ours, theirs = StoreManifest.read(mine), StoreManifest.read(captured)
-    assert ours is not None and theirs is not None and ours.complete
-    assert list(ours.made_of.items()) == list(theirs.made_of.items())
-    assert ours.files == theirs.files and ours.shards.keys() == theirs.shards.keys()
-    names = [{path.relative_to(folder) for path in folder.rglob("*")} for folder in (mine, captured)]
-    assert names[0] == names[1]
-    for number, shard in ours.shards.items():
-        assert {k: v for k, v in shard.items() if k != "sha256"} == {
-            k: v for k, v in theirs.shards[number].items() if k != "sha256"
-        }
-        own, its = load_file(mine / shard["file"]), load_file(captured / shard["file"])
-        assert own.keys() == its.keys()
-        for name in own:
-            if name in ("ids", "starts", "spans", "key"):
-                assert torch.equal(own[name], its[name])
-            elif own[name].dtype in (torch.float32, torch.bfloat16):
-                rounding = 1e-5 if own[name].dtype == torch.float32 else 1e-2
-                largest = its[name].abs().max().item()
-                torch.testing.assert_close(own[name], its[name], rtol=rounding, atol=rounding * largest)
-            else:  # a step of the encoding, where the states lie between two
-                assert int((own[name].int() - its[name].int()).abs().max()) <= 1
 
 
 def no_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +69,8 @@ def test_the_store_is_there_when_the_answers_are(
 
 def test_templates_that_rewrite_history_give_a_row_for_each_turn(place: Workspace) -> None:
     tokenizer = make_tokenizer()
-    template = "{% for m in messages %}{{ m['role'] }}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
-    tokenizer.chat_template = template
+    shown = "{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}" + shown + "{% endfor %}"
     tokenizer.save_pretrained(place.target)
     place.ask(9)
     place.run(*states_of(place))
@@ -152,7 +128,7 @@ def test_damaged_rows_are_captured_anew(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capturing, "capture", lambda *_: None)  # killed before it
         patch.setattr(WrittenRows, "drop", lambda *_, **__: None)
-        patch.setattr("draftsmith.data_gen.states.capturing.store_summary", lambda _: "")
+        patch.setattr(capturing, "store_summary", lambda _: "")
         place.run(*states_of(place))
     harm(next((place.folder / "states/written").glob("rows-*")))
     place.run(*states_of(place))  # all is answered: makes the store if all rows are there
@@ -172,12 +148,12 @@ def test_states_of_two_kinds_do_not_mix(place: Workspace, monkeypatch: pytest.Mo
         place.run(*states_of(place, dtype="int8"))
 
 
-def test_a_store_that_is_there_gets_no_further_rows(place: Workspace, capsys: pytest.CaptureFixture) -> None:
+def test_a_store_that_is_there_gets_no_further_rows(place: Workspace) -> None:
     place.ask(6)
     place.run("data.max_prompts=3", *states_of(place))
-    before = {path: path.read_bytes() for path in (place.folder / "states").rglob("*") if path.is_file()}
+    before = files_of(place.folder / "states")
     assert "holds a store already" in place.run(*states_of(place))
-    assert {path: path.read_bytes() for path in (place.folder / "states").rglob("*") if path.is_file()} == before
+    assert files_of(place.folder / "states") == before
 
 
 def test_the_plan_says_how_large_the_states_are(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

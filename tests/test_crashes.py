@@ -20,6 +20,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from draftsmith.data_gen.states.written import WrittenRows
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import file_digest, load_drafter, read_drafter_config, target_identity
 from draftsmith.models.target import Target, load_causal_lm
@@ -27,6 +28,7 @@ from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.run.checkpoints import list_checkpoints, publish_checkpoint, settle
 from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
+from tests.store_cases import assert_same_store
 from tests.thinning import a_few
 from tests.training_runs import metrics, to_train
 
@@ -173,19 +175,35 @@ def whole_regeneration(lab: CrashLab, recipe: Path, tmp_path_factory: pytest.Tem
     return output, ending
 
 
+def with_states(output: Path) -> list[str]:
+    """Arguments by which regeneration stores states, in several shards."""
+    return [f"data.states={output / 'states'}", "data.capture={dtype: float32, shard_megabytes: 0.1}"]
+
+
+@pytest.fixture(scope="module")
+def whole_with_states(lab: CrashLab, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ending]:
+    output = tmp_path_factory.mktemp("whole")
+    ending = lab.run(REGENERATE, arguments(recipe, output, *with_states(output)), count_events=True)
+    assert ending.status == 0 and " shards" in ending.output, ending.output
+    return output, ending
+
+
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_200_kills_of_regeneration_lose_and_repeat_nothing(
     lab: CrashLab,
     recipe: Path,
     whole_regeneration: tuple[Path, Ending],
+    whole_with_states: tuple[Path, Ending],
     tmp_path: Path,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    expected, whole = whole_regeneration
+    """Every second run stores states."""
     chance, kills, runs, started = random.Random(0), Counter[str](), 0, time.monotonic()
     while kills.total() < KILLS:
         output, kept = tmp_path / f"run{runs}", b""
+        expected, whole = whole_with_states if runs % 2 else whole_regeneration
+        more = with_states(output) if runs % 2 else []
         path = output / "conversations.jsonl"
 
         def no_line_was_touched(path: Path = path) -> None:
@@ -194,14 +212,50 @@ def test_200_kills_of_regeneration_lose_and_repeat_nothing(
             assert content.startswith(kept)
             kept = content[: content.rfind(b"\n") + 1]
 
-        def run(output: Path = output, **how: Any) -> Ending:
-            return lab.run(REGENERATE, arguments(recipe, output), **how)
+        def run(output: Path = output, more: list[str] = more, **how: Any) -> Ending:
+            return lab.run(REGENERATE, arguments(recipe, output, *more), **how)
 
         kills += kill_until_it_ends(run, chance, whole, 20, no_line_was_touched)
-        runs += 1
         assert path.read_bytes().startswith(kept)
         check_regenerated(output, expected)
+        if runs % 2:
+            assert_same_store(output / "states", expected / "states")
+        runs += 1
     told(capsys, "regeneration", runs, kills, started)
+
+
+def test_states_go_on_where_a_kill_left_them(
+    lab: CrashLab, recipe: Path, whole_with_states: tuple[Path, Ending], tmp_path: Path
+) -> None:
+    """Killed while the target's folder is made, in the middle of a row's states, behind them in the middle of its line,
+    and while shards take the rows' place. The rejected prompts are asked in every run."""
+    run = arguments(recipe, tmp_path, *with_states(tmp_path))
+    states, torn = tmp_path / "states", 0
+    for fault in (
+        *(Fault("rename", 1), Fault("write", 16, 0.9), Fault("write", 14, 0.3)),
+        *(Fault("rename", 4), Fault("remove", 20)),
+    ):
+        ending = lab.run(REGENERATE, run, fault=fault)
+        assert ending.status == -signal.SIGKILL, f"{fault}: {ending.output}"
+        torn += sum(path.stat().st_size > WrittenRows(states)._ends[path] for path in states.glob("written/rows-*"))
+    assert torn
+    ending = lab.run(REGENERATE, run)
+    assert ending.status == 0, ending.output
+    check_regenerated(tmp_path, whole_with_states[0])
+    assert_same_store(states, whole_with_states[0] / "states")
+
+
+def test_a_disk_that_states_fill_is_one_message(
+    lab: CrashLab, recipe: Path, whole_with_states: tuple[Path, Ending], tmp_path: Path
+) -> None:
+    run = arguments(recipe, tmp_path, *with_states(tmp_path))
+    assert lab.run(REGENERATE, run, fault=Fault("write", 24)).status == -signal.SIGKILL
+    ending = lab.run(REGENERATE, run, file_limit=15_000)
+    assert ending.status == 2 and "Traceback" not in ending.output and ending.output.count("error: ") == 1
+    assert f"error: {tmp_path / 'states/written/rows-'}" in ending.output and "make room" in ending.output
+    assert lab.run(REGENERATE, run).status == 0
+    check_regenerated(tmp_path, whole_with_states[0])
+    assert_same_store(tmp_path / "states", whole_with_states[0] / "states")
 
 
 def test_regeneration_goes_on_behind_torn_lines(

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from draftsmith.data_gen import capture
 from draftsmith.data_gen.server import generator as server_generator
+from draftsmith.data_gen.states import capturing
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.pictures import read_picture
@@ -21,9 +23,11 @@ from tests.clock import on
 from tests.conftest import VOCAB_SIZE
 from tests.fake_server import STOP, FakeServer, expected
 from tests.regeneration_place import RegenerationPlace
+from tests.store_cases import assert_same_store
 from tests.test_pictures import DAMAGES, good_files
 from tests.thinning import EXHAUSTIVE
 from tests.tiny_vision import BASIC_FAMILIES, PLACEHOLDER, picture, save_vision_target
+from tests.training_runs import run_main
 
 STOPS = (4, 9, 11, 50, 60, 70, 80, 200, 210, 220, 230, 240, 250)  # many, so that answers end
 
@@ -180,6 +184,20 @@ def test_answers_are_sampled_unless_the_recipe_says_otherwise(place: Place) -> N
     assert not place.out.exists()
     place.run("data.generator.temperature=null")
     assert {record["generator"]["temperature"] for record in place.by_id().values()} == {1.0}
+
+
+@pytest.mark.parametrize("drafter", ["{kind: vispec, compressed_tokens: 2}", "{kind: eagle}"])
+def test_states_are_stored_with_the_answers(
+    place: Place, drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    place.write_prompts(*some_prompts(place))
+    arguments = [f"drafter={drafter}", "data.capture.dtype=float32"]
+    place.run(*arguments, f"data.states={place.folder / 'states'}")
+    run_main(capture, place.recipe, *arguments, f"data.states={place.folder / 'captured'}")
+    assert_same_store(place.folder / "states", place.folder / "captured")
+    monkeypatch.setattr(capturing, "loaded_target", lambda *_: pytest.fail("the target was loaded"))
+    run_main(capture, place.recipe, *arguments, f"data.states={place.folder / 'states'}")
+    assert "all is captured" in capsys.readouterr().out
 
 
 # Servers.

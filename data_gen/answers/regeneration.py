@@ -28,7 +28,6 @@ from draftsmith.data_gen.server.generator import Servers, Unanswered
 from draftsmith.data_gen.states.answer_states import AnswerStates, asked_states, storing
 from draftsmith.data_gen.states.capturing import complete
 from draftsmith.data_gen.states.jobs import Asked, free_bytes
-from draftsmith.data_gen.states.written import FOLDER as WRITTEN
 from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
 from draftsmith.models.chat import (
     load_config,
@@ -48,7 +47,6 @@ from draftsmith.models.turn_ends import answer_notes, stop_ids
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.picture_files import store_picture
 from draftsmith.recipes.prompts.reader import (
     DUPLICATE,
@@ -101,16 +99,14 @@ def main(command: Command) -> int:
             with open_servers(recipe, settings, tokenizer) as servers:
                 print(f"servers        reached, and serving {servers.connect(PLAN_SECONDS)}; nothing was asked")
         return 0
-    with ConversationLog(path, generator) as log, _sigterm_exits(), contextlib.ExitStack() as held:
+    with ConversationLog(path, generator) as log, _sigterm_exits():
         todo = not_done(conversations, log.content)
         done = len(conversations) - len(todo)
         if others := len(log.content.done) - done:
             print(f"{path}: conversations that are not in data.prompts: {others:,}; kept")
         if not todo:
             print(f"all {done:,} conversations are done; {rejects.summary()}")
-            if recipe.data.states is not None and (recipe.states_dir / WRITTEN).exists():  # killed before its end
-                with alone_in(recipe.states_dir):
-                    complete(recipe)
+            complete(recipe)
             return 0
         if done:
             print(f"{path}: {done:,} of {len(conversations):,} conversations are done, going on")
@@ -127,12 +123,12 @@ def main(command: Command) -> int:
             log.note("lossless", False)
         if drafter is not None:
             log.note("drafted_by", {"drafter": drafter, "draft_tokens": recipe.data.generator.draft_tokens})
-        if asked is not None:
-            writer.states = held.enter_context(
-                storing(recipe, asked, writer.target, generator["tokenizer_fingerprint"])
-            )
-        unanswered = regenerate(writer, tokenizer, todo, settings, log, rejects, writer.states)
-        if writer.states is not None and len(writer.states.written):
+        with contextlib.ExitStack() as held:
+            if asked is not None:
+                fingerprint = generator["tokenizer_fingerprint"]
+                writer.states = held.enter_context(storing(recipe, asked, writer.target, fingerprint))
+            unanswered = regenerate(writer, tokenizer, todo, settings, log, rejects, writer.states)
+        if asked is not None or not log.appended:
             complete(recipe, writer.target)
         return unanswered
 

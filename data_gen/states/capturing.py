@@ -110,12 +110,20 @@ def lead(team: Team, command: Command) -> None:
 
 
 def complete(recipe: Recipe, target: Target | None = None) -> None:
-    """Makes the store from the rows that regeneration has written, if it has written all. The folder is locked.
+    """Makes the store from the rows that regeneration has written, if it has written all.
 
     Args:
         target: reads the rows' pictures; None: only a store without pictures is made.
     """
-    directory, job = recipe.states_dir, job_of(recipe, Rejects())
+    directory = recipe.states_dir
+    if recipe.data.states is None or not len(WrittenRows(directory)):
+        return
+    with alone_in(directory):
+        _complete(recipe, directory, target)
+
+
+def _complete(recipe: Recipe, directory: Path, target: Target | None) -> None:
+    job = job_of(recipe, Rejects())
     manifest, written = store_so_far(directory, job, verify=False), rows_written(directory, job)
     if written is None:
         return
