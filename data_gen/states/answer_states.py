@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from safetensors import SafetensorError
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow, is_usable, rows_of
+from draftsmith.data_gen.rows.training_rows import TrainingRow, Turn, is_usable, rows_of
 from draftsmith.data_gen.states.jobs import Asked, refuse_others, store_summary
 from draftsmith.data_gen.states.recording import RecordingSession
 from draftsmith.data_gen.states.store import Encoded, RowShape, StoreManifest, states_length
@@ -36,7 +36,7 @@ class AnswerStates:
         self.written, self.shape = written, shape
         self.recorded = (*layers, num_layers) if shape.has_last else tuple(layers)
         # By conversation, its turns. A turn that the next one continues needs no states: the next one has them, too.
-        self._turns: dict[str, list[tuple[Prompt, list[int], Encoded | None]]] = {}
+        self._turns: dict[str, list[tuple[Turn, Encoded | None]]] = {}
 
     def session(self, target: Target, capture: Sequence[int]) -> RecordingSession:
         """A session whose rows `take` is given. Its caller gets the states of the layers `capture`."""
@@ -49,15 +49,15 @@ class AnswerStates:
             key: the conversation's id, and the turn's number in it.
         """
         turns, asked = self._turns.setdefault(key[0], []), Prompt.of(prompt)
-        if turns and asked.begins_with(turns[-1][0].then(turns[-1][1])):
-            turns[-1] = (*turns[-1][:2], None)
-        turns.append((asked, output, states))
+        if turns and asked.begins_with(turns[-1][0].prompt.then(turns[-1][0].output)):
+            turns[-1] = (turns[-1][0], None)
+        turns.append((Turn(asked, output), states))
 
     def store(self, conversation_id: str) -> None:
         """Writes the rows of a conversation after its last turn. Raises UserError if the disk is full."""
         turns = self._turns.pop(conversation_id)
-        rows = rows_of(conversation_id, [(prompt, output) for prompt, output, _ in turns])
-        for row, states in zip(rows, [each for *_, each in turns if each is not None], strict=True):
+        rows = rows_of(conversation_id, [turn for turn, _ in turns])
+        for row, states in zip(rows, [each for _, each in turns if each is not None], strict=True):
             if is_usable(row):
                 self.written.add(row, self._tensors(row, states))
 
