@@ -7,7 +7,8 @@
     torchrun --nproc_per_node 8 data_gen/capture.py recipes/demo.yaml     # the same store, by eight GPUs
     accelerate launch train/eagle3.py recipes/demo.yaml data.states=runs/demo/states
 
-Writes the states that the recipe's drafter reads to <data.states>, by default <output_dir>/states. Training and
+Writes the states that the recipe's drafter reads to <data.states>, by default <output_dir>/states. Those that
+data_gen/regenerate.py has stored with the answers are not computed again. Training and
 validation rows are both captured, so their split may change later. When a stopped run is started again, it writes the
 missing shards. Other rows, another target, other layers or another dtype need another folder (docs/offline.md).
 """

@@ -350,7 +350,8 @@ class DataSection(Section):
     ranking: RankingSection = RankingSection()
     sam: SamCorpusSection = SamCorpusSection()
     states: str | None = None
-    """Folder of hidden states, written by data_gen/capture.py. Training then reads them and never runs the target.
+    """Folder of hidden states. Regeneration in process writes them with the answers, data_gen/capture.py those that are
+    missing. Training then reads them and never runs the target.
     None: the target runs beside the drafter, and capture writes to <output_dir>/states."""
     capture: CaptureSection = CaptureSection()
 
