@@ -115,7 +115,7 @@ def main(command: Command) -> int:
                 log.identify("served_model", servers.connect())
                 return regenerate(servers, tokenizer, todo, settings, log, rejects)
         if (asked := asked_states(recipe, generator["tokenizer_fingerprint"])) is not None:
-            check_room(recipe, asked, tokenizer, settings, todo, log.content)
+            check_room_for_states(recipe, asked, tokenizer, settings, todo, log.content)
         writer = Writer.of(recipe, settings)
         for name, digest in weight_digests(writer.target).items():
             log.identify(name, digest)
@@ -319,7 +319,7 @@ def generator_identity(
     }
 
 
-def check_room(
+def check_room_for_states(
     recipe: Recipe,
     asked: Asked,
     tokenizer: PreTrainedTokenizerBase,
