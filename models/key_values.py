@@ -65,6 +65,7 @@ class KeyValues:
             for kind, n in count.items()
         }
         self._buffers = dict(self._allocated)  # the rows in use
+        self._written = 0  # columns that any row has ever written; behind them are zeros
         self._rebuilt(capacity)
 
     def _rebuilt(self, capacity: int) -> None:
@@ -77,6 +78,7 @@ class KeyValues:
         self.even = min(self.lengths, default=0) == max(self.lengths, default=0)
         self._on_devices: dict[torch.device, torch.Tensor] = {}
         self.end = max(self.lengths, default=0)
+        self._written = max(self._written, self.end)
         if not self.even:  # copied now, while the device is idle; a later copy would wait for queued work
             for kind in self._buffers:
                 self._starts(kind.device)
@@ -99,6 +101,7 @@ class KeyValues:
         end = max(self.lengths) + first_slot + count
         self.reserve(end)  # which sets `end` anew if it grows
         self.end, self._first, self.count = end, first_slot, count
+        self._written = max(self._written, end)
         self._columns: dict[torch.device, torch.Tensor] = {}
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -198,7 +201,7 @@ class KeyValues:
                     states = states.clone()
                 for place, row in zip(places, moved, strict=True):
                     kept[:, place, :, : self.end] = states[:, row]
-                    kept[:, place, :, self.end :] = 0  # another row may have left NaN there
+                    kept[:, place, :, self.end : self._written] = 0  # another row may have left NaN there
             self._buffers[kind] = kept
         self.lengths = [self.lengths[row] for row in rows]
         self._rebuilt(self.capacity)
@@ -209,7 +212,7 @@ class KeyValues:
         if any(rows > buffer.shape[1] for buffer in self._allocated.values()):
             self._allocate(rows, self.capacity)
         for kind, buffer in self._allocated.items():
-            buffer[:, before:rows] = 0  # another row may have left NaN there
+            buffer[:, before:rows, :, : self._written] = 0  # another row may have left NaN there
             self._buffers[kind] = buffer[:, :rows]
         self.lengths += lengths
         self._rebuilt(self.capacity)

@@ -38,11 +38,13 @@ def test_buffers_hold_what_lists_of_columns_hold(rows: int, seed: int) -> None:
     chance = random.Random(100 * rows + seed)
     torch.manual_seed(seed)
     store, twin = KeyValues(KINDS, [0] * rows, capacity=3), Columns(rows)
+    written = 0  # columns that any row ever had
     for _ in range(12):
         first = 0
         for _ in range(chance.randint(1, 3)):  # calls of one round
             count = chance.randint(1, 4)
             store.place(first, count)
+            written = max(written, store.end)
             for layer, pair in enumerate(KINDS):
                 if pair is None:
                     continue
@@ -72,7 +74,7 @@ def test_buffers_hold_what_lists_of_columns_hold(rows: int, seed: int) -> None:
             for layer in (0, 1, 3):  # behind what is committed, rows that go leave anything
                 for buffer in store._views[layer]:
                     for row in set(range(len(store.lengths))) - set(kept):
-                        buffer[row, :, store.lengths[row] :] = math.nan
+                        buffer[row, :, store.lengths[row] : written] = math.nan
             store.keep(kept)
             twin.committed = [twin.committed[row] for row in kept]
             twin.slots = [twin.slots[row] for row in kept]
@@ -80,6 +82,7 @@ def test_buffers_hold_what_lists_of_columns_hold(rows: int, seed: int) -> None:
             lengths = [chance.choice([0, 1, 7, 40]) for _ in range(chance.randint(1, 2))]
             new = Columns(len(lengths))
             store.admit(lengths)
+            written = max(written, *lengths)
             for b, (row, length) in enumerate(
                 zip(new.committed, lengths, strict=True), len(store.lengths) - len(new.slots)
             ):
