@@ -45,6 +45,7 @@ from draftsmith.models.target_trials import (
     working_packing,
 )
 from draftsmith.models.vision import SUPPORTED, PictureInsert, PictureReader
+from draftsmith.recipes.command.launch import note_crowd
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, first_line, short
 from draftsmith.recipes.schema import TargetSection
@@ -60,6 +61,8 @@ def load_causal_lm(section: TargetSection, device: str | None = None) -> Any:
     """
     where = device_name(device or section.device)
     check_precision(section, where)
+    if where == "cpu":
+        note_crowd(torch.get_num_threads())
     model = read_causal_lm(section)
     if section.quantization is not None:
         config = model.config.get_text_config(decoder=True)

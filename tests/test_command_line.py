@@ -77,6 +77,52 @@ def test_run_returns_exit_codes(capsys, monkeypatch):
     cli.run(lambda: None, many_processes=True)
 
 
+def test_waiting_threads_sleep_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", *launch.WAITING):
+        monkeypatch.delenv(name, raising=False)
+    cli.run(lambda: None)
+    assert os.environ.items() >= launch.WAITING.items()
+    # The library reads it although the process has begun without it.
+    show = "from draftsmith.recipes.command.cli import run\n"
+    show += "def main(): import torch\nrun(main)"
+    env = {name: value for name, value in os.environ.items() if name not in launch.WAITING}
+    env["OMP_DISPLAY_ENV"] = "verbose"
+    done = subprocess.run([sys.executable, "-c", show], env=env, capture_output=True, text=True, check=True)
+    assert "GOMP_SPINCOUNT = '10000'" in done.stderr or "KMP_BLOCKTIME=1" in done.stderr
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.delenv("KMP_BLOCKTIME")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    cli.run(lambda: None)
+    assert not launch.WAITING.keys() & os.environ.keys()
+
+
+@pytest.mark.parametrize(
+    ("used", "threads", "said"),
+    [
+        ([95.0, 20.0], 2, "use 1.1 of 2 cores, and this one has 2 threads"),
+        ([95.0, 20.0], 1, ""),  # a single thread waits for nobody
+        ([20.0, 10.0], 2, ""),
+        ([95.0] + [5.0] * 7, 8, ""),
+        ([95.0] * 5 + [5.0] * 3, 8, "use 4.9 of 8 cores"),
+        ([95.0] * 5 + [5.0] * 3, 3, ""),
+    ],
+)
+def test_a_job_that_shares_its_cores_says_so(
+    used: list[float],
+    threads: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(launch.psutil, "cpu_percent", lambda *_, **__: [99.0, *used])
+    cores = list(range(1, len(used) + 1))  # the first one is not ours
+    monkeypatch.setattr(launch.psutil.Process, "cpu_affinity", lambda _: cores)
+    for _ in range(2):
+        launch.note_crowd(threads)
+    assert said in (text := capsys.readouterr().out) and text.count("\n") == bool(said)
+    launch.note_crowd.cache_clear()
+
+
 @pytest.mark.parametrize("launcher", [("WORLD_SIZE", "LOCAL_RANK"), ("PMI_SIZE", "MPI_LOCALRANKID")])
 def test_several_processes_of_a_script_that_needs_one_are_refused_once(
     launcher: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from draftsmith.recipes.command.launch import check_alone, rank, world_size
+from draftsmith.recipes.command.launch import check_alone, let_waiting_threads_sleep, rank, world_size
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe, with_home
 from draftsmith.recipes.schema import Recipe
@@ -128,6 +128,7 @@ def run(main: Callable[[], None], many_processes: bool = False) -> None:
     Args:
         many_processes: whether a launcher may start several processes that share the work.
     """
+    let_waiting_threads_sleep()
     _quiet_third_parties()
     sys.argv[1:] = map(with_home, sys.argv[1:])  # shells expand `~` only where a word begins
     for stream in (sys.stdout, sys.stderr):  # a terminal without some character shows its number

@@ -1,14 +1,15 @@
-"""The number of processes that a launcher started, and this one's rank.
+"""The number of processes that a launcher started, this one's rank, and what other processes leave of the cores.
 
 torchrun, and `accelerate launch` if it starts several, set RANK, LOCAL_RANK and WORLD_SIZE. MPI's launchers have names
 of their own.
 """
 
+import functools
 import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -19,6 +20,12 @@ LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV
 WORLD_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 # torchrun ends the other ranks within a second of the first failure.
 ENDED_BY_LAUNCHER_SECONDS = 10.0
+LOOK_SECONDS = 0.3  # at the cores
+CROWDED = 0.6  # free cores over threads
+# How long OpenMP's threads spin for their next work before they sleep: 10,000 turns are a fraction of a millisecond,
+# KMP_BLOCKTIME (of LLVM's and Intel's library) is in milliseconds. By default it is 300,000 turns or 200 ms, which take
+# the cores from other jobs. Threads that sleep at once make a lone job up to half slower (docs/log.md).
+WAITING = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 
 
 def rank() -> int:
@@ -92,6 +99,33 @@ def refuse_launch(problem: str) -> NoReturn:
         time.sleep(ENDED_BY_LAUNCHER_SECONDS)
         sys.exit(2)
     raise UserError(problem)
+
+
+def let_waiting_threads_sleep() -> None:
+    """Lets OpenMP's threads sleep soon, here and in child processes, unless the user chose how they wait.
+
+    The libraries read this when they are loaded, so it comes before torch is imported.
+    """
+    if not any(name in os.environ for name in ("OMP_WAIT_POLICY", *WAITING)):
+        os.environ.update(WAITING)
+
+
+@functools.cache  # once a process
+def note_crowd(threads: int) -> None:
+    """Prints a note if other processes leave too few cores for so many threads."""
+    if threads < 2 or world_size() > 1:  # others are ranks of this run
+        return
+    used = psutil.cpu_percent(LOOK_SECONDS, percpu=True)
+    process: Any = psutil.Process()  # macOS has no affinity
+    mine = [each for each in (process.cpu_affinity() if hasattr(process, "cpu_affinity") else []) if each < len(used)]
+    cores = [used[each] / 100 for each in mine] or [each / 100 for each in used]
+    if len(cores) - sum(cores) < CROWDED * min(threads, len(cores)):
+        print(
+            f"note: other processes use {sum(cores):.1f} of {len(cores)} cores, and this one has {threads} threads: "
+            "all become slower, and measured speeds are wrong. Wait for the others, or start each with "
+            "OMP_NUM_THREADS=1",
+            flush=True,
+        )
 
 
 def _script() -> str:
