@@ -15,7 +15,7 @@ NEMO := .venv-nemo
 LLAMA_CPP := .llama.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help install tools test test-slow test-all lint types wheel-check ci demo demo-vision demo-target study-target vision-target image-target study bench serve-check readers clean
+.PHONY: help install tools test test-slow test-all lint types wheel-check ci demo demo-full demo-vision demo-target study-target vision-target image-target study bench serve-check readers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,7 +60,10 @@ ci:  ## all of the above
 	.ci/run
 
 demo: install  ## prompts -> regenerated answers -> drafter -> measured acceptance, in runs/demo
-	$(BIN)/draftsmith run recipes/demo.yaml data.states=runs/demo/states
+	$(BIN)/draftsmith run recipes/demo.yaml
+
+demo-full: install  ## the same with more of everything, in runs/demo-full
+	$(BIN)/draftsmith run recipes/demo-full.yaml data.states=runs/demo-full/states
 
 study-target: install  ## train the study's target again, from random weights: 78 minutes
 	$(BIN)/python -m docs.study.make_demo_target --out runs/study_target
@@ -97,13 +100,13 @@ $(PEER)/.installed:
 	@touch $@
 
 # As EAGLE-3 was published, for llama.cpp, which does not know EAGLE-3.1; it learns more slowly, so it gets more steps.
-EAGLE3 := recipes/demo.yaml output_dir=runs/demo-eagle3 data.conversations=runs/demo/conversations.jsonl \
+EAGLE3 := recipes/demo-full.yaml output_dir=runs/demo-eagle3 data.conversations=runs/demo-full/conversations.jsonl \
 	drafter.fc_norm=false drafter.norm_output=false train.max_steps=2400 train.ttt_steps=5 train.learning_rate=4e-3
-serve-check: install $(VLLM)/.installed $(LLAMA_CPP)/.built  ## the demo's drafter in vLLM, a plain EAGLE-3 in vLLM and llama.cpp, compared with our loop, after make demo
+serve-check: install $(VLLM)/.installed $(LLAMA_CPP)/.built  ## the demo's drafter in vLLM, a plain EAGLE-3 in vLLM and llama.cpp, compared with our loop, after make demo-full
 	$(BIN)/python -m pip install --quiet --editable ".[llama-cpp]"
-	$(BIN)/python tests/serving/serve_check.py recipes/demo.yaml --vllm $(VLLM)/bin/python
+	$(BIN)/python tests/serving/serve_check.py recipes/demo-full.yaml --vllm $(VLLM)/bin/python
 	$(BIN)/draftsmith rank-vocab $(EAGLE3)
-	$(BIN)/draftsmith train $(EAGLE3) data.states=runs/demo/states
+	$(BIN)/draftsmith train $(EAGLE3) data.states=runs/demo-full/states
 	$(BIN)/python tests/serving/serve_check.py $(EAGLE3) --vllm $(VLLM)/bin/python --llama-cpp $(LLAMA_CPP)
 
 $(VLLM)/.installed:
@@ -112,8 +115,8 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec  # CUDA's, which no other torch can load
 	@touch $@
 
-readers: install $(PEER)/.installed $(VLLM)/.installed $(MODELOPT)/.installed $(NEMO)/.installed  ## other packages read our exports, we read modelopt's, and nemo-automodel computes ViSpec like us, after make demo
-	$(BIN)/python tests/serving/readers.py recipes/demo.yaml --work runs/readers --speculators $(PEER)/bin/python \
+readers: install $(PEER)/.installed $(VLLM)/.installed $(MODELOPT)/.installed $(NEMO)/.installed  ## other packages read our exports, we read modelopt's, and nemo-automodel computes ViSpec like us, after make demo-full
+	$(BIN)/python tests/serving/readers.py recipes/demo-full.yaml --work runs/readers --speculators $(PEER)/bin/python \
 		--vllm $(VLLM)/bin/python --modelopt $(MODELOPT)/bin/python --nemo $(NEMO)/bin/python
 
 $(MODELOPT)/.installed:

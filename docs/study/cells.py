@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 RECIPE = "docs/study/study.yaml"
-DEMO = "recipes/demo.yaml"  # of the demo's target, which is deeper
+DEMO = "recipes/demo-full.yaml"  # of the demo's target, which is deeper
 STEPS = 600
 DEMO_STEPS = 2400  # for the demo's target
 LONGER = (1200, 2400, 4800)  # by the best rate of the first of these, from stored states

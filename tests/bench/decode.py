@@ -1,7 +1,7 @@
 """The decoding loop against transformers' `generate` and assisted generation, prompt by prompt in one run.
 
-    make demo                                                       # the pair that is measured
-    python tests/bench/decode.py --make-small runs/demo/small_lm    # a 2-layer LM with its tokenizer, in 4 minutes
+    make demo-full                                                       # the pair that is measured
+    python tests/bench/decode.py --make-small runs/demo-full/small_lm    # a 2-layer LM with its tokenizer, in 4 minutes
     python tests/bench/decode.py
 
 Everyone answers the same prompts greedily in float32; seconds of a call hold everything, the prefill and the proposer's
@@ -381,8 +381,8 @@ def make_small(target_dir: Path, conversations: Path, out: Path, epochs: int, se
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=ROOT / "recipes/demo_target")
-    parser.add_argument("--drafter", type=Path, default=ROOT / "runs/demo/drafter")
-    parser.add_argument("--small", type=Path, default=ROOT / "runs/demo/small_lm")
+    parser.add_argument("--drafter", type=Path, default=ROOT / "runs/demo-full/drafter")
+    parser.add_argument("--small", type=Path, default=ROOT / "runs/demo-full/small_lm")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--draft-tokens", type=int, default=5, help="tokens of every chain, assisted generation's too")
@@ -391,7 +391,10 @@ def main() -> None:
     parser.add_argument("--large-new-tokens", type=int, default=32, help="of the 100 M target; 0 leaves it out")
     parser.add_argument("--make-small", type=Path, metavar="DIR", help="train the small LM into DIR, and nothing else")
     parser.add_argument(
-        "--conversations", type=Path, default=ROOT / "runs/demo/conversations.jsonl", help="what --make-small learns"
+        "--conversations",
+        type=Path,
+        default=ROOT / "runs/demo-full/conversations.jsonl",
+        help="what --make-small learns",
     )
     parser.add_argument("--epochs", type=int, default=6, help="of --make-small")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """Replay against decoding: seconds, and whether the rounds are the same, over the same answers in one run.
 
-    python tests/bench/replay.py                                  # the demo pair; `make demo` trains the drafter
+    python tests/bench/replay.py                                  # the demo pair; `make demo-full` trains the drafter
     python tests/bench/replay.py --answers 100 --batch-sizes 8 32 128 --threads 2
 
 Answers are decoded plainly once, untimed. Then, for each tree, decoding and replay take turns, several times.
@@ -49,7 +49,7 @@ def timed(work: Callable[[], list[Generation]]) -> tuple[tuple[float, float], li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(ROOT / "recipes/demo_target"))
-    parser.add_argument("--drafter", default=str(ROOT / "runs/demo/drafter"))
+    parser.add_argument("--drafter", default=str(ROOT / "runs/demo-full/drafter"))
     parser.add_argument("--prompts", default="stdlib:heldout")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--answers", type=int, default=64)

@@ -1,7 +1,7 @@
 """Serves a recipe's drafter in vLLM and llama.cpp, and compares them with draftsmith's own loop.
 
-    make serve-check      # after make demo: installs both engines, then runs this for its drafter and for an EAGLE-3
-    python tests/serving/serve_check.py recipes/demo.yaml --vllm .venv-vllm/bin/python
+    make serve-check      # after make demo-full: installs both engines, then serves its drafter and an EAGLE-3
+    python tests/serving/serve_check.py recipes/demo-full.yaml --vllm .venv-vllm/bin/python
     python tests/serving/serve_check.py docs/study/study.yaml --vllm .venv-vllm/bin/python --llama-cpp .llama.cpp
 
 Evaluates a chain of `--draft-tokens`, exports the drafter in float32, asks each engine for the same answers, with and
