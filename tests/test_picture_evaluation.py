@@ -19,7 +19,7 @@ from draftsmith.data_gen.trees.labelled_trees import TreesManifest
 from draftsmith.eval import acceptance, plan
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.page.files import generations_path
-from draftsmith.eval.planner import cost_model
+from draftsmith.eval.planner import measuring
 from draftsmith.models.chat import load_config, load_tokenizer, render_prompt, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.drafters import build_drafter, config_class
@@ -306,9 +306,9 @@ def test_the_planner_times_prompts_with_their_pictures(
 ) -> None:
     """For each drafter, and never with a part of a picture."""
     timed: set[Prompt] = set()
-    timing = cost_model.timed_rounds
-    monkeypatch.setattr(cost_model, "timed_rounds", lambda *given: timed.update(given[2]) or timing(*given))
-    monkeypatch.setattr(cost_model, "ROUNDS", 4)
+    timing = measuring.timed_rounds
+    monkeypatch.setattr(measuring, "timed_rounds", lambda *given: timed.update(given[2]) or timing(*given))
+    monkeypatch.setattr(measuring, "ROUNDS", 4)
     run_main(plan, place / "recipe.yaml", *planned(place, tmp_path), "eval.planner.context=70")
     assert {len(prompt) for prompt in timed} == {70}
     assert len({each.digest for prompt in timed for each in prompt.inserts}) == 3
@@ -328,7 +328,7 @@ def test_the_planner_times_prompts_with_their_pictures(
 def test_a_planned_tree_and_a_compared_drafter_give_the_target_s_answers(
     place: Path, lines: dict[Any, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cost_model, "ROUNDS", 4)
+    monkeypatch.setattr(measuring, "ROUNDS", 4)
     rival = f"rival: eval.drafter={place / 'eagle3'} eval.tree.policy=chain eval.tree.nodes=4"
     settings = (*planned(place, tmp_path), "eval.tree={policy: auto}", "eval.also=[]", "--compare", rival)
     measure(place, *settings)

@@ -272,14 +272,14 @@ def test_answers_that_stand_there_twice_are_refused(tmp_path: Path) -> None:
         read_answers(write_lines(path, *ones, ones[3]))
 
 
-def test_kept_for_validation_is_what_training_keeps(tmp_path: Path) -> None:
+def test_kept_for_validation_is_what_training_keeps(tmp_path: Path, target_dir: Path) -> None:
     """The same conversations as `train.run.inputs.read_rows`, whatever their order."""
     lines = [conversation(i) for i in range(40)]
     for number in (3, 4):  # one token alone trains nothing
         for turn in lines[number]["turns"]:
             turn["output_token_ids"] = [9]
     path = write_lines(tmp_path / "run/conversations.jsonl", *lines)
-    section = {"output_dir": str(tmp_path / "run"), "target": {"model": "none"}}
+    section = {"output_dir": str(tmp_path / "run"), "target": {"model": str(target_dir)}}
     recipes = {most: Recipe.model_validate(section | {"train": {"validation_conversations": most}}) for most in (5, 64)}
     for most, recipe in recipes.items():
         training, validation = read_rows(recipe, make_tokenizer(), Rejects())
