@@ -17,7 +17,7 @@ from draftsmith.train.loss.step_weights import acceptance_weights, fixed_weights
 from tests.slow_drafters import step_weight
 from tests.test_losses import STEPS, head_pass
 
-DEMO = Path(__file__).parents[1] / "recipes/demo.yaml"
+DEMO = Path(__file__).parents[1] / "recipes/demo-full.yaml"
 
 
 def test_weights_that_a_recipe_names() -> None:
