@@ -31,7 +31,7 @@ $(INSTALLED): setup.cfg
 	$(BIN)/python -m pip install --editable .
 	@touch $@
 
-tools: $(TOOLS)  ## and what tests, ruff and pyright need
+tools: $(TOOLS)  ## install, and what tests, ruff and pyright need
 
 $(TOOLS): $(INSTALLED)
 	$(BIN)/python -m pip install --editable ".[test]"
@@ -56,7 +56,7 @@ types: tools  ## pyright
 wheel-check: tools  ## build a wheel, install it beside nothing of this tree, import every module
 	$(BIN)/python -m pytest -m slow tests/test_packaging.py
 
-ci:  ## all of the above
+ci:  ## all of the above but test-all
 	.ci/run
 
 demo: install  ## prompts -> regenerated answers -> drafter -> measured acceptance, in runs/demo
