@@ -27,14 +27,14 @@ $(INSTALLED): setup.cfg
 		|| { echo "$(PYTHON): Python 3.10 or newer is needed; name one: make install PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -m venv .venv \
 		|| { echo "$(PYTHON) cannot create .venv; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install "$(TORCH)"
-	$(BIN)/python -m pip install --editable .
+	$(BIN)/python -m pip install --no-compile "$(TORCH)"
+	$(BIN)/python -m pip install --no-compile --editable .
 	@touch $@
 
 tools: $(TOOLS)  ## install, and what tests, ruff and pyright need
 
 $(TOOLS): $(INSTALLED)
-	$(BIN)/python -m pip install --editable ".[test]"
+	$(BIN)/python -m pip install --no-compile --editable ".[test]"
 	@touch $@
 
 test: tools  ## the tests, without the slow ones; one process a core

@@ -77,23 +77,19 @@ def test_run_returns_exit_codes(capsys, monkeypatch):
     cli.run(lambda: None, many_processes=True)
 
 
-def test_waiting_threads_sleep_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_WAIT_POLICY", *launch.WAITING):
-        monkeypatch.delenv(name, raising=False)
-    cli.run(lambda: None)
-    assert os.environ.items() >= launch.WAITING.items()
-    # The library reads it although the process has begun without it.
-    show = "from draftsmith.recipes.command.cli import run\n"
-    show += "def main(): import torch\nrun(main)"
-    env = {name: value for name, value in os.environ.items() if name not in launch.WAITING}
-    env["OMP_DISPLAY_ENV"] = "verbose"
-    done = subprocess.run([sys.executable, "-c", show], env=env, capture_output=True, text=True, check=True)
-    assert "GOMP_SPINCOUNT = '10000'" in done.stderr or "KMP_BLOCKTIME=1" in done.stderr
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-    monkeypatch.delenv("KMP_BLOCKTIME")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    cli.run(lambda: None)
-    assert not launch.WAITING.keys() & os.environ.keys()
+@pytest.mark.parametrize(("used", "chosen", "sleep"), [(80.0, False, True), (80.0, True, False), (5.0, False, False)])
+def test_waiting_threads_sleep_beside_other_jobs_unless_the_user_chose(used: float, chosen: bool, sleep: bool) -> None:
+    env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", *launch.WAITING)}
+    env |= {"OMP_DISPLAY_ENV": "verbose"} | ({"KMP_BLOCKTIME": "7"} if chosen else {})
+    script = f"""
+import psutil
+psutil.cpu_percent = lambda *_, **__: [{used}] * 256
+from draftsmith.recipes.command.cli import parse_arguments
+parse_arguments("", ["r.yaml"])
+import torch  # its library reads the settings
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    assert ("GOMP_SPINCOUNT = '1000'" in done.stderr or "KMP_BLOCKTIME=0" in done.stderr) == sleep
 
 
 @pytest.mark.parametrize(

@@ -252,22 +252,21 @@ def test_an_export_is_made_again_after_the_weights_and_the_measurement(stages: S
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_stage_ends_with_the_command_that_started_it(name: str, tmp_path: Path) -> None:
     """Whoever sends the signal to `draftsmith run` alone."""
-    child = f"""
-import os, pathlib, signal, sys, time
-pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))
-try:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    time.sleep(60)
-except KeyboardInterrupt:
-    sys.exit(130)
-"""
     parent = f"""
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+import os, pathlib, signal, sys, time
 from draftsmith.recipes.command import pipeline
+
+def stage():
+    pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        time.sleep(60)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 pipeline.SECONDS_TO_END = 0.2
-popen = pipeline.subprocess.Popen
-pipeline.subprocess.Popen = lambda arguments, **settings: popen([sys.executable, "-c", {child!r}], **settings)
+pipeline.console.main = stage
 sys.exit(pipeline._call(["train"]))
 """
     process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)

@@ -43,7 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def documented_functions() -> Iterator[tuple[str, str, str]]:
     """(module, source without docstring, docstring) of the standard library's functions, in sorted order."""
-    for parts, tree in parsed_files({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}):
+    for parts, _, tree in parsed_files({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}):
         for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
             if docstring := ast.get_docstring(function):
                 function.body = function.body[1:] or [ast.Pass()]

@@ -116,7 +116,9 @@ def parse_arguments(
     if not given:
         parser.error("name a recipe, for example recipes/demo.yaml")
     # Intermixed: overrides may stand before and after options.
-    return parser.parse_intermixed_args(argv, Command())
+    command = parser.parse_intermixed_args(argv, Command())
+    let_waiting_threads_sleep()
+    return command
 
 
 def run(main: Callable[[], None], many_processes: bool = False) -> None:
@@ -128,7 +130,6 @@ def run(main: Callable[[], None], many_processes: bool = False) -> None:
     Args:
         many_processes: whether a launcher may start several processes that share the work.
     """
-    let_waiting_threads_sleep()
     _quiet_third_parties()
     sys.argv[1:] = map(with_home, sys.argv[1:])  # shells expand `~` only where a word begins
     for stream in (sys.stdout, sys.stderr):  # a terminal without some character shows its number

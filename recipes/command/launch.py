@@ -20,12 +20,12 @@ LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV
 WORLD_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 # torchrun ends the other ranks within a second of the first failure.
 ENDED_BY_LAUNCHER_SECONDS = 10.0
-LOOK_SECONDS = 0.3  # at the cores
+LOOK_SECONDS = 0.2  # at the cores
 CROWDED = 0.6  # free cores over threads
-# How long OpenMP's threads spin for their next work before they sleep: 10,000 turns are a fraction of a millisecond,
-# KMP_BLOCKTIME (of LLVM's and Intel's library) is in milliseconds. By default it is 300,000 turns or 200 ms, which take
-# the cores from other jobs. Threads that sleep at once make a lone job up to half slower (docs/log.md).
-WAITING = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
+# How long OpenMP's threads spin for their next work before they sleep, in turns of a loop or (LLVM's and Intel's
+# library) in milliseconds. By default they spin for 300,000 turns or 200 ms: best for a lone job, which is 10 to 20 %
+# slower with few turns, and ruinous for jobs that share their cores (docs/log.md).
+WAITING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
 
 
 def rank() -> int:
@@ -102,11 +102,13 @@ def refuse_launch(problem: str) -> NoReturn:
 
 
 def let_waiting_threads_sleep() -> None:
-    """Lets OpenMP's threads sleep soon, here and in child processes, unless the user chose how they wait.
+    """Lets OpenMP's threads sleep soon, here and in child processes, if other processes use the cores.
 
-    The libraries read this when they are loaded, so it comes before torch is imported.
+    Does nothing if the user chose how they wait, among the processes of a launch, and once torch is imported: the
+    libraries read their settings when they are loaded.
     """
-    if not any(name in os.environ for name in ("OMP_WAIT_POLICY", *WAITING)):
+    chosen = any(name in os.environ for name in ("OMP_WAIT_POLICY", *WAITING))
+    if not (chosen or world_size() > 1 or "torch" in sys.modules) and _crowd(sys.maxsize):
         os.environ.update(WAITING)
 
 
@@ -115,17 +117,22 @@ def note_crowd(threads: int) -> None:
     """Prints a note if other processes leave too few cores for so many threads."""
     if threads < 2 or world_size() > 1:  # others are ranks of this run
         return
-    used = psutil.cpu_percent(LOOK_SECONDS, percpu=True)
-    process: Any = psutil.Process()  # macOS has no affinity
-    mine = [each for each in (process.cpu_affinity() if hasattr(process, "cpu_affinity") else []) if each < len(used)]
-    cores = [used[each] / 100 for each in mine] or [each / 100 for each in used]
-    if len(cores) - sum(cores) < CROWDED * min(threads, len(cores)):
+    if cores := _crowd(threads):
         print(
             f"note: other processes use {sum(cores):.1f} of {len(cores)} cores, and this one has {threads} threads: "
             "all become slower, and measured speeds are wrong. Wait for the others, or start each with "
             "OMP_NUM_THREADS=1",
             flush=True,
         )
+
+
+def _crowd(threads: int) -> list[float]:
+    """The use, from 0 to 1, of each core that this process may run on, if that leaves too few for so many threads."""
+    used = psutil.cpu_percent(LOOK_SECONDS, percpu=True)
+    process: Any = psutil.Process()  # macOS has no affinity
+    mine = [each for each in (process.cpu_affinity() if hasattr(process, "cpu_affinity") else []) if each < len(used)]
+    cores = [used[each] / 100 for each in mine] or [each / 100 for each in used]
+    return cores if len(cores) - sum(cores) < CROWDED * min(threads, len(cores)) else []
 
 
 def _script() -> str:

@@ -19,14 +19,18 @@ normalised body of a training function are dropped.
 """
 
 import ast
+import gc
 import hashlib
 import sysconfig
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 SPLITS = ("train", "heldout")
 COPY = "copy"  # not a split: the conversations whose answers repeat
@@ -44,15 +48,46 @@ _TEST_FOLDERS = {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo
 
 @dataclass(frozen=True)
 class SourceFunction:
+    """A function of the library. What needs its syntax tree is read when it is asked for: that of all takes seconds."""
+
     module: str  # dotted, for example "asyncio.events"
     qualified_name: str  # "AbstractEventLoop.run_forever" or "dedent"
-    signature: str  # "run_forever(self)"
-    summary: str  # first line of the docstring, or ""
-    source: str  # normalised by ast.unparse, docstring removed
+    text: str  # its lines as they stand in the file, decorators included
 
     @property
     def id(self) -> str:
         return f"stdlib/{self.module}/{self.qualified_name}"
+
+    @property
+    def name(self) -> str:
+        return self.qualified_name.rpartition(".")[2]
+
+    @property
+    def signature(self) -> str:
+        """For example "run_forever(self)"."""
+        return self._read[0]
+
+    @property
+    def summary(self) -> str:
+        """First line of the docstring, or ""."""
+        return self._read[1]
+
+    @property
+    def source(self) -> str:
+        """Normalised by ast.unparse, without its docstring; "" if this interpreter cannot write it back."""
+        return self._read[2]
+
+    @cached_property
+    def _read(self) -> tuple[str, str, str]:
+        inside = self.text[0].isspace()  # its strings stay the same only if it keeps its indentation
+        tree: Any = _parse("if True:\n" * inside + self.text).body[0]
+        function = tree.body[0] if inside else tree
+        if docstring := ast.get_docstring(function):
+            function.body = function.body[1:] or [ast.Pass()]
+        signature = source = ""
+        with suppress(ValueError):  # some nested f-strings
+            signature, source = f"{self.name}({ast.unparse(function.args)})", ast.unparse(function)
+        return signature, (docstring or "").strip().split("\n")[0].strip(), source
 
     @property
     def what(self) -> str:
@@ -73,8 +108,7 @@ def stdlib_conversations(split: str, kinds: tuple[str, ...] = KINDS) -> Iterator
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: one of {', '.join(SPLITS)}")
-    functions = _deduplicated(library_functions(), split)
-    for function in sorted(functions, key=lambda f: hashlib.sha256(f.id.encode()).digest()):
+    for function in _deduplicated(library_functions(), split):
         kind = kinds[hashlib.sha256(b"kind" + function.id.encode()).digest()[0] % len(kinds)]
         conversation = conversation_of(function, kind)
         if conversation is not None:
@@ -99,21 +133,20 @@ def copy_conversations() -> Iterator[dict]:
 
 
 def _copy_questions(function: SourceFunction, kind: str) -> list[str]:
-    name = function.qualified_name.rpartition(".")[2]
+    name = function.name
     if kind == "edit":
         return [
             f"Repeat this {function.what} of `{function.module}`:\n{function.source}",
             f"Rename `{name}` to `{name}_v2` in it.",
             "Add a docstring to it.",
         ]
-    written = write_question(function)
-    renamed = replace(function, signature=function.signature.replace(name, f"{name}_v2", 1))
-    return [written, write_question(renamed), written]
+    written = write_question(function, function.signature)
+    return [written, write_question(function, function.signature.replace(name, f"{name}_v2", 1)), written]
 
 
-def write_question(function: SourceFunction) -> str:
+def write_question(function: SourceFunction, signature: str) -> str:
     owner = function.qualified_name.rpartition(".")[0]
-    name = f"{owner}.{function.signature}" if owner else function.signature
+    name = f"{owner}.{signature}" if owner else signature
     question = f"Write the {function.what} `{name}` of `{function.module}`."
     return f"{question} {function.summary}" if function.summary else question
 
@@ -123,7 +156,7 @@ def conversation_of(
 ) -> dict | None:
     """One question with the library's own answer, or None if a length is outside the limits."""
     if kind == "write":
-        question, answer = write_question(function), function.source
+        question, answer = write_question(function, function.signature), function.source
     elif kind == "complete":
         lines = function.source.split("\n")
         shown = max(2, len(lines) // 3)
@@ -148,56 +181,62 @@ def library_functions(include_tests: bool = False) -> tuple[SourceFunction, ...]
         include_tests: also read the library's own test suite, if the interpreter ships it (Debian's does not).
     """
     functions = list[SourceFunction]()
-    for parts, tree in parsed_files(_SKIPPED_FOLDERS if include_tests else _SKIPPED_FOLDERS | _TEST_FOLDERS):
-        module = ".".join(part for part in parts if part != "__init__")
-        functions += _functions_in(tree, module, prefix="")
+    for parts, text, tree in parsed_files(_SKIPPED_FOLDERS if include_tests else _SKIPPED_FOLDERS | _TEST_FOLDERS):
+        module, lines = ".".join(part for part in parts if part != "__init__"), text.split("\n")
+        functions += _functions_in(tree, module, lines, prefix="")
     return tuple(functions)
 
 
-def parsed_files(skipped: set[str]) -> Iterator[tuple[tuple[str, ...], ast.Module]]:
-    """(parts of its name, syntax tree) of each file of the standard library, sorted, without those folders."""
+def parsed_files(skipped: set[str]) -> Iterator[tuple[tuple[str, ...], str, ast.Module]]:
+    """(parts of its name, text, syntax tree) of each file of the standard library, sorted, without those folders."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if skipped.intersection(parts):
             continue
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # old modules have invalid escapes
-                tree = ast.parse(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            tree = _parse(text)
         except (SyntaxError, ValueError):
             continue  # deliberately broken files of the test suite
-        yield parts, tree
+        yield parts, text, tree
 
 
-def _functions_in(node: ast.AST, module: str, prefix: str) -> Iterator[SourceFunction]:
+def _parse(text: str) -> ast.Module:
+    """Parses without the collector of reference cycles, which looks at every new node again and doubles the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old modules have invalid escapes
+            return ast.parse(text)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _functions_in(node: ast.AST, module: str, lines: list[str], prefix: str) -> Iterator[SourceFunction]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef):
-            yield from _functions_in(child, module, f"{prefix}{child.name}.")
+            yield from _functions_in(child, module, lines, f"{prefix}{child.name}.")
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            docstring = ast.get_docstring(child) or ""
-            if docstring:
-                child.body = child.body[1:] or [ast.Pass()]
-            try:
-                source = ast.unparse(child)
-                signature = f"{child.name}({ast.unparse(child.args)})"
-            except ValueError:  # a nested f-string that this interpreter cannot write back
-                continue
-            summary = docstring.strip().split("\n")[0].strip()
-            yield SourceFunction(module, f"{prefix}{child.name}", signature, summary, source)
+            first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+            yield SourceFunction(module, f"{prefix}{child.name}", "\n".join(lines[first - 1 : child.end_lineno]))
         elif isinstance(child, ast.If | ast.Try):
-            yield from _functions_in(child, module, prefix)
+            yield from _functions_in(child, module, lines, prefix)
 
 
-def _deduplicated(functions: Iterable[SourceFunction], split: str) -> list[SourceFunction]:
-    """Functions of one split: each id once, and no held-out body that a training module has."""
+def _deduplicated(functions: Iterable[SourceFunction], split: str) -> Iterator[SourceFunction]:
+    """Functions of one split in the order of their ids' digests: each id once, and no held-out body that a training
+    module has."""
     by_id: dict[str, SourceFunction] = {}
-    training_sources: set[str] = set()
+    of_training = defaultdict[str, list[SourceFunction]](list)  # by name, which is a part of the body
     for function in functions:
-        if split_of(function.module) == "train":
-            training_sources.add(function.source)
-        if split_of(function.module) == split:
+        if (own := split_of(function.module)) == "train":
+            of_training[function.name].append(function)
+        if own == split:
             by_id.setdefault(function.id, function)
-    if split == "train":
-        return list(by_id.values())
-    return [function for function in by_id.values() if function.source not in training_sources]
+    for function in sorted(by_id.values(), key=lambda f: hashlib.sha256(f.id.encode()).digest()):
+        alike = of_training[function.name] if split != "train" else []
+        if all(function.source != other.source for other in alike):
+            yield function
