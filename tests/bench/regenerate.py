@@ -1,9 +1,12 @@
-"""Regeneration by the decoding loop against transformers' `generate` and `generate_batch`, alternating in one run.
+"""Regeneration by the decoding loop against transformers' `generate` and `generate_batch`, and against reading what it
+wrote as capture does, alternating in one run.
 
     python tests/bench/regenerate.py                 # the demo's target and prompts, greedy, float32
+    python tests/bench/regenerate.py --prompts more.jsonl --target my-target        # as data.prompts names them
     python tests/bench/regenerate.py --drafter runs/demo/drafter --batch-size 1   # and drafted
 
-Prints new tokens per second of each round and each way. All answer the same prompts with the same tokens.
+Prints tokens per second of each round and each way: the answers', and with the prompts', which reading needs, too. All
+answer the same prompts with the same tokens.
 """
 
 import argparse
@@ -13,18 +16,22 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target_session import batches_by_length
 from draftsmith.models.turn_ends import stop_ids
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts.stdlib import stdlib_conversations
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.prompts.reader import questions, read_conversations
+from draftsmith.recipes.prompts.rejects import Rejects
+from draftsmith.recipes.schema import CaptureSection, TargetSection
 
 ROOT = Path(__file__).parents[2]
+ANSWERS: dict[int, list[int]] = {}  # the loop's
 
 
 def settings_of(args: argparse.Namespace, stops: tuple[int, ...]) -> GenerationSettings:
@@ -36,7 +43,16 @@ def written(
 ) -> Iterator[int]:
     """By the loop; with a drafter, it has loaded the target once more."""
     for answer in write(iter(list(enumerate(prompts)))):
+        ANSWERS[answer.key] = answer.token_ids
         yield len(answer.token_ids)
+
+
+def read(target: Target, model, prompts: list[list[int]], args: argparse.Namespace, stops) -> Iterator[int]:
+    """By capture's passes over prompts and answers."""
+    rows = [torch.tensor([*prompt, *ANSWERS[key]]) for key, prompt in enumerate(prompts)]
+    for batch in batches_by_length([len(row) for row in rows], CaptureSection().batch_tokens):
+        target.states(pad_sequence([rows[i] for i in batch], batch_first=True))
+        yield from (len(ANSWERS[i]) for i in batch)
 
 
 def padded(model, prompts: list[list[int]], args: argparse.Namespace, stops: tuple[int, ...]) -> Iterator[int]:
@@ -63,7 +79,8 @@ def continuous(model, prompts: list[list[int]], args: argparse.Namespace, stops:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--prompts", default="stdlib:heldout")
+    parser.add_argument("--count", type=int, default=128, help="of the prompts, at most")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
@@ -75,10 +92,11 @@ def main() -> None:
     section = TargetSection(model=args.target, dtype="float32")
     model, tokenizer = load_causal_lm(section), load_tokenizer(section)
     stops = stop_ids(tokenizer)
-    questions = list(stdlib_conversations("heldout"))[: args.prompts]
-    prompts = [list(render_prompt(tokenizer, question["messages"][:1])) for question in questions]
-    plain = Writer(Target(model, capture_layers=(0,)), settings_of(args, stops))
-    ways: dict[str, Callable] = {"loop": partial(written, plain), "padded": padded}
+    asked = read_conversations(args.prompts, Rejects(), args.count)
+    prompts = [list(render_prompt(tokenizer, next(questions(each.messages)))) for each in asked]
+    target = Target(model, capture_layers=(0,))
+    ways: dict[str, Callable] = {"loop": partial(written, Writer(target, settings_of(args, stops))), "padded": padded}
+    ways["read"] = partial(read, target)
     if args.continuous:
         ways["continuous"] = continuous
     for count in args.draft_tokens if args.drafter else ():
@@ -93,8 +111,12 @@ def main() -> None:
         for name, way in ways.items():
             began = time.perf_counter()
             tokens = sum(way(model, prompts, args, stops))
-            rate = tokens / (time.perf_counter() - began)
-            print(f"round {round_number}  {name:<12} {tokens} tokens, {rate:.0f} tokens/s", flush=True)
+            seconds = time.perf_counter() - began
+            rate, all_rate = tokens / seconds, (tokens + sum(map(len, prompts))) / seconds
+            print(
+                f"round {round_number}  {name:<12} {tokens} tokens, {rate:.0f} a second, with prompts {all_rate:.0f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
