@@ -248,6 +248,20 @@ def test_an_export_is_made_again_after_the_weights_and_the_measurement(stages: S
     assert (exported.parent / "llama.cpp/drafter.gguf").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere stages are not forked")
+def test_what_stages_inherit_has_not_touched_a_gpu() -> None:
+    """CUDA cannot be used in a process that was forked off one which has asked for its devices."""
+    script = """
+import torch
+def refuse(*_): raise AssertionError("asked for the GPU")
+for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
+    setattr(torch.cuda, name, refuse)
+from draftsmith.recipes.command import pipeline
+pipeline._import_for_stages()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is told on Linux alone")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_stage_ends_with_the_command_that_started_it(name: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Prompt sources: every format is read, every bad record is kept with its place and reason."""
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,36 @@ def test_standard_library_splits(tmp_path: Path, monkeypatch):
             assert (second, third) == (first.replace("function()", "function_v2()"), first) and second != first
         else:
             assert first.endswith("\n    return value_0") and "`function` to `function_v2`" in second
+
+
+def test_a_function_of_the_library_is_read_as_it_stands_in_its_file(tmp_path: Path, monkeypatch) -> None:
+    text = '''
+class Queue:
+    if True:
+        @property
+        @wraps(
+            first)
+        async def size(self, *, wait=1):
+            """Return it.
+
+            More."""
+            text = """a
+  b\f
+"""
+            return text  # a comment
+
+def stub(): "Do nothing."
+'''
+    (tmp_path / "queue.py").write_text(text)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    size, stub_ = stdlib.library_functions.__wrapped__()
+    assert (size.id, size.what, stub_.id) == ("stdlib/queue/Queue.size", "method", "stdlib/queue/stub")
+    assert (size.signature, size.summary) == ("size(self, *, wait=1)", "Return it.")
+    tree: Any = ast.parse(text).body[0]
+    whole = tree.body[0].body[0]
+    del whole.body[0]
+    assert size.source == ast.unparse(whole) and "a\\n  b" in size.source
+    assert (stub_.signature, stub_.summary, stub_.source) == ("stub()", "Do nothing.", "def stub():\n    pass")
 
 
 def test_datasets_name(monkeypatch: pytest.MonkeyPatch):
