@@ -266,17 +266,21 @@ pipeline._import_for_stages()
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_stage_ends_with_the_command_that_started_it(name: str, tmp_path: Path) -> None:
     """Whoever sends the signal to `draftsmith run` alone."""
-    parent = f"""
+    child = f"""
 import os, pathlib, signal, sys, time
+pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))
+try:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    parent = f"""
+import os, signal, sys
 from draftsmith.recipes.command import pipeline
 
 def stage():
-    pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))
-    try:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        time.sleep(60)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    os.execv(sys.executable, [sys.executable, "-c", {child!r}])  # as training by several processes does
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 pipeline.SECONDS_TO_END = 0.2
@@ -294,6 +298,19 @@ sys.exit(pipeline._call(["train"]))
     assert process.wait(30) == {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}[name]
     psutil.wait_procs([stage], timeout=30)
     assert not stage.is_running() or stage.status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_evaluation_would_refuse_is_refused_before_the_first_stage(stages: Stages) -> None:
+    with pytest.raises(UserError, match=r"eval.max_new_tokens 2,000 leaves no room for a prompt in the target's 1,024"):
+        stages.run("eval.max_new_tokens=2000")
+    assert stages.called == []
+
+
+@pytest.mark.parametrize("words", [["run", "--help"], ["train", "recipes/demo.yaml", "train.max_steps=x"]])
+def test_a_closed_output_is_no_error(words: list[str]) -> None:
+    command = f"exec {sys.executable} -m draftsmith.recipes.command.console {' '.join(words)} >&-"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == (0 if "--help" in words else 2) and "Traceback" not in done.stderr
 
 
 def test_a_stage_that_did_not_end_well_is_not_done(stages: Stages, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,14 @@ def longest_row(recipe: Recipe) -> int:
     return min(recipe.data.max_length, positions_of(recipe.target))
 
 
+def no_room(recipe: Recipe) -> str | None:
+    """A problem if no prompt of the evaluation fits beside its answer, else None."""
+    if recipe.eval.max_new_tokens < positions_of(recipe.target):
+        return None
+    positions = positions_text(load_config(recipe.target).get_text_config(decoder=True))
+    return f"eval.max_new_tokens {recipe.eval.max_new_tokens:,} leaves no room for a prompt in the target's {positions}"
+
+
 def bounded_rows(recipe: Recipe) -> str | None:
     """A note if the target has fewer positions than data.max_length has tokens, else None."""
     if (longest := longest_row(recipe)) == recipe.data.max_length:

@@ -14,7 +14,7 @@ from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contend
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.neighbours import warning
 from draftsmith.eval.decoding.proposers import rule_name, tree_name
-from draftsmith.eval.decoding.target_facts import TargetFacts, longest_row, positions_of
+from draftsmith.eval.decoding.target_facts import TargetFacts, longest_row, no_room, positions_of
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, answer_line, decode_all, plain_of, recipe_questions
 from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.measured.metrics import summarise_all
@@ -34,7 +34,6 @@ from draftsmith.eval.recorded.replay_contenders import as_replayed, print_replay
 from draftsmith.models.chat import decode_answer, load_config, load_tokenizer
 from draftsmith.models.checkpoint import precision_note, weight_bytes
 from draftsmith.models.costs import decoding_lines
-from draftsmith.models.families import positions_text
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import Sampling
@@ -274,14 +273,6 @@ def with_trees_chosen_before(recipe: Recipe, contenders: Sequence[Contender]) ->
     for problem in problems:
         print(f"note: left out: {problem}")
     return result
-
-
-def no_room(recipe: Recipe) -> str | None:
-    """A problem if no prompt fits beside the answer, else None."""
-    if recipe.eval.max_new_tokens < positions_of(recipe.target):
-        return None
-    positions = positions_text(load_config(recipe.target).get_text_config(decoder=True))
-    return f"eval.max_new_tokens {recipe.eval.max_new_tokens:,} leaves no room for a prompt in the target's {positions}"
 
 
 def how_made(recipe: Recipe, lineup: Lineup, contenders: Sequence[Contender]) -> dict[str, Any]:

@@ -132,6 +132,8 @@ def run(main: Callable[[], None], many_processes: bool = False) -> None:
     """
     _quiet_third_parties()
     sys.argv[1:] = map(with_home, sys.argv[1:])  # shells expand `~` only where a word begins
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the end
     for stream in (sys.stdout, sys.stderr):  # a terminal without some character shows its number
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -25,13 +25,14 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from draftsmith.recipes.command import console
-from draftsmith.recipes.command.cli import parse_command
+from draftsmith.recipes.command.cli import parse_command, run
 from draftsmith.recipes.command.stages import INSIDE_RUN, stages_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
@@ -68,6 +69,8 @@ def main() -> None:
     for number, stage in enumerate(stages, start=1):
         if why_not_done(recipe, stage) is None and not (command.plan and ran):  # a plan assumes earlier stages done
             continue
+        if not (ran or command.plan):
+            _check_evaluation(recipe, stages)
         ran = True
         print(f"\n[{number}/{len(stages)}] draftsmith {stage} {shlex.join(words)}", flush=True)
         before = {file: _stamp(file) for file in _writes(recipe, stage)} if stage in REWRITTEN else {}
@@ -135,6 +138,16 @@ def _check_prompts_stay(recipe: Recipe, stages: list[str]) -> None:
         )
 
 
+def _check_evaluation(recipe: Recipe, stages: list[str]) -> None:
+    """Refuses before the first stage what evaluation would refuse after training, and the config alone tells."""
+    if "evaluate" not in stages or _replays(recipe):
+        return
+    from draftsmith.eval.decoding.target_facts import no_room
+
+    if problem := no_room(recipe):
+        raise UserError(problem)
+
+
 # Stages as processes.
 
 
@@ -156,8 +169,11 @@ def _call(words: list[str]) -> int:
                 process.join()
             except KeyboardInterrupt:
                 # A terminal interrupts the stage, too. A signal to this process alone does not.
+                until = time.monotonic() + SECONDS_TO_END
                 with contextlib.suppress(KeyboardInterrupt):
-                    process.join(SECONDS_TO_END)
+                    # join(timeout) would not return: what it waits for is closed once a stage has become torchrun.
+                    while process.exitcode is None and time.monotonic() < until:
+                        time.sleep(0.05)
                 if process.exitcode is None and process.pid is not None:
                     os.kill(process.pid, signal.SIGINT)
         return process.exitcode if process.exitcode >= 0 else 128 - process.exitcode
@@ -369,3 +385,7 @@ def _remember(recipe: Recipe, stage: str) -> None:
     stats = {name: [(s := file.stat()).st_size, s.st_mtime_ns, file_digest(file)] for name, file in files.items()}
     here = {"settings": _digest(_settings(recipe, stage)), "files": stats}
     atomic_write(path, json.dumps(_remembered(recipe) | {stage: here}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)
