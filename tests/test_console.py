@@ -300,10 +300,20 @@ sys.exit(pipeline._call(["train"]))
     assert not stage.is_running() or stage.status() == psutil.STATUS_ZOMBIE
 
 
-def test_what_evaluation_would_refuse_is_refused_before_the_first_stage(stages: Stages) -> None:
-    with pytest.raises(UserError, match=r"eval.max_new_tokens 2,000 leaves no room for a prompt in the target's 1,024"):
-        stages.run("eval.max_new_tokens=2000")
-    assert stages.called == []
+@pytest.mark.parametrize("stage", ["regenerate", "train"])
+def test_what_evaluation_would_refuse_is_refused_before_anything_is_written(
+    stage: str, stages: Stages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = stages.recipe_path.parent / "run"
+    run.mkdir()
+    (run / "conversations.jsonl").write_text("")
+    (run / "draft_vocab.safetensors").write_text("")
+    monkeypatch.setenv("DRAFTSMITH_INSIDE_RUN", "1")
+    monkeypatch.setattr(sys, "argv", ["draftsmith", stage, str(stages.recipe_path), "eval.max_new_tokens=2000"])
+    with pytest.raises(SystemExit) as ended:
+        console.main()
+    assert ended.value.code == 2
+    assert "eval.max_new_tokens 2,000 leaves no room for a prompt in the target's 1,024" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["run", "--help"], ["train", "recipes/demo.yaml", "train.max_steps=x"]])

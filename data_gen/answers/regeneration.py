@@ -28,7 +28,7 @@ from draftsmith.data_gen.server.generator import Servers, Unanswered
 from draftsmith.data_gen.states.answer_states import AnswerStates, asked_states, storing
 from draftsmith.data_gen.states.capturing import complete
 from draftsmith.data_gen.states.jobs import Asked, free_bytes
-from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
+from draftsmith.eval.decoding.target_facts import bounded_rows, check_evaluation, longest_row
 from draftsmith.models.chat import (
     load_config,
     load_generation_config,
@@ -67,6 +67,8 @@ def main(command: Command) -> int:
     """Writes the answers and returns the number of conversations that the next run has to ask again."""
     recipe, section = with_writing_drafter(command.recipe, command.plan), command.recipe.target
     check_export(recipe)
+    if not command.plan:
+        check_evaluation(recipe)
     tokenizer = load_tokenizer(section)
     settings = generation_settings(recipe, tokenizer)
     generator = generator_identity(recipe, settings, tokenizer)

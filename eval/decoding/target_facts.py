@@ -1,5 +1,6 @@
 """What is known about a target before its weights are loaded."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ from draftsmith.models.checkpoint import config_identity
 from draftsmith.models.families import positions_text, usable_positions
 from draftsmith.models.quantize import target_changes
 from draftsmith.models.turn_ends import stop_ids
+from draftsmith.recipes.command.stages import INSIDE_RUN, stages_of
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe, TargetSection
 
 
@@ -60,6 +63,13 @@ def no_room(recipe: Recipe) -> str | None:
         return None
     positions = positions_text(load_config(recipe.target).get_text_config(decoder=True))
     return f"eval.max_new_tokens {recipe.eval.max_new_tokens:,} leaves no room for a prompt in the target's {positions}"
+
+
+def check_evaluation(recipe: Recipe) -> None:
+    """Raises UserError if `draftsmith run` would end in an evaluation that is refused, as far as configs tell."""
+    evaluates = "evaluate" in stages_of(recipe) and recipe.eval.mode != "replay"
+    if INSIDE_RUN in os.environ and evaluates and (problem := no_room(recipe)):
+        raise UserError(problem)
 
 
 def bounded_rows(recipe: Recipe) -> str | None:

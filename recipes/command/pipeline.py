@@ -69,8 +69,6 @@ def main() -> None:
     for number, stage in enumerate(stages, start=1):
         if why_not_done(recipe, stage) is None and not (command.plan and ran):  # a plan assumes earlier stages done
             continue
-        if not (ran or command.plan):
-            _check_evaluation(recipe, stages)
         ran = True
         print(f"\n[{number}/{len(stages)}] draftsmith {stage} {shlex.join(words)}", flush=True)
         before = {file: _stamp(file) for file in _writes(recipe, stage)} if stage in REWRITTEN else {}
@@ -136,16 +134,6 @@ def _check_prompts_stay(recipe: Recipe, stages: list[str]) -> None:
             "Name another output_dir, or undo the change; to train again here, delete conversations.jsonl, "
             "checkpoints, draft_vocab.safetensors, drafter and stages.json first"
         )
-
-
-def _check_evaluation(recipe: Recipe, stages: list[str]) -> None:
-    """Refuses before the first stage what evaluation would refuse after training, and the config alone tells."""
-    if "evaluate" not in stages or _replays(recipe):
-        return
-    from draftsmith.eval.decoding.target_facts import no_room
-
-    if problem := no_room(recipe):
-        raise UserError(problem)
 
 
 # Stages as processes.

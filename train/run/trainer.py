@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
 from draftsmith.data_gen.states.stored_target import StoredTarget
+from draftsmith.eval.decoding.target_facts import check_evaluation
 from draftsmith.models.chat import load_config, load_tokenizer, prompt_date
 from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout, written
 from draftsmith.models.costs import target_size
@@ -63,6 +64,8 @@ def main(command: Command) -> bool:
     check_sharding(recipe)
     check_trackers(recipe.train.trackers)
     check_export(recipe)
+    if not command.plan:
+        check_evaluation(recipe)
     if rank() == 0 and (note := other_than_published(recipe.drafter, recipe.train)):
         print(f"note: {note}")
     if command.plan:
