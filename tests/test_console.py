@@ -1,6 +1,7 @@
 """The `draftsmith` command: its list, its speed's cause (what it imports), `run`, `init`, completion."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -216,6 +217,30 @@ def test_other_prompts_are_refused_where_a_drafter_was_trained(stages: Stages, t
         assert stages.called == []
     prompts.write_text('{"prompt": "a"}\n')
     assert stages.run() == []
+
+
+def test_a_changed_template_adapter_or_draft_model_is_noticed(stages: Stages, tmp_path: Path) -> None:
+    for name in ("adapter", "small"):
+        (tmp_path / name).mkdir()
+    rival = {
+        "name": "small",
+        "proposer": "causal_lm",
+        "draft_model": {"model": str(tmp_path / "small")},
+        "tree": {"policy": "chain"},
+    }
+    files = [f"target.chat_template={tmp_path / 't.jinja'}", f"target.adapter={tmp_path / 'adapter'}"]
+    words = [*files, "eval.also=" + yaml.safe_dump([rival], default_flow_style=True, width=math.inf).strip()]
+    for file in ("small/model.safetensors", "adapter/adapter_model.safetensors", "t.jinja"):
+        (tmp_path / "t.jinja").write_text("one")
+        (tmp_path / file).write_text("one")
+        place = f"output_dir={tmp_path / file.replace('/', '-')}.run"
+        assert stages.run(*words, place) == ALL and stages.run(*words, place) == []
+        (tmp_path / file).write_text("another")
+        if "small" in file:
+            assert stages.run(*words, place) == ["evaluate"]
+        else:
+            with pytest.raises(UserError, match=r"^data: these are other prompts, or other answers"):
+                stages.run(*words, place)
 
 
 def test_files_of_a_pattern_are_compared_by_content(stages: Stages, tmp_path: Path) -> None:

@@ -117,6 +117,14 @@ def test_numbers_of_other_weights_are_not_told(
     assert not (run_dir / "export/vllm/speculation_profile.json").exists()
 
 
+def test_another_contender_s_numbers_are_not_taken_for_the_drafter_s(run_dir: Path) -> None:
+    digest = file_digest(run_dir / "drafter/model.safetensors")
+    other = {"drafter": {"sha256": "another"}, "run/drafter": {"sha256": digest}}
+    path = run_dir / "acceptance.json"
+    path.write_text(json.dumps({"made": {"data": other}}))
+    assert cards.read_measurement(path, Source.read(run_dir / "drafter")) is None
+
+
 def test_a_checkpoint_is_exported_and_imported_without_a_recipe(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -404,6 +404,10 @@ def test_a_first_line_that_is_cut_off_is_kept_beside(tmp_path: Path, capsys: pyt
     path.write_text(whole + '{"id": "b"')
     with ConversationLog(path, {"target": "t"}):
         assert path.read_text() == whole
+    path.write_text('{"id": "a"')
+    with ConversationLog(path, {"target": "t"}):
+        pass
+    assert not path.exists()  # nothing was appended: an empty file would look like a result
 
 
 @pytest.mark.parametrize(

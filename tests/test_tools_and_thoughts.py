@@ -3,13 +3,14 @@
 import json
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from draftsmith.data_gen.answers.generators import GeneratedAnswer
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
+from draftsmith.data_gen.server.generator import Unanswered
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -173,6 +174,21 @@ def test_regeneration_keeps_calls_and_results_and_asks_behind_them(tmp_path: Pat
     # What regenerate wrote is read again as prompts.
     (again,) = read_conversations(str(tmp_path / "r.jsonl"), Rejects())
     assert again.messages[:3] == record["messages"][:3] and again.meta == record["meta"]
+
+
+def test_a_refused_question_leaves_with_its_calls_and_results(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(EVERYTHING)
+    first = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    source = write(tmp_path / "p.jsonl", {**OPENAI, "messages": [*first, *OPENAI["messages"]]})
+    asked = OpenConversations(list(read_conversations(source, Rejects())), tokenizer, 1000, Rejects())
+    prompts = asked.prompts()
+    key, _ = cast(Any, next(prompts))
+    output = [*tokenizer("there.", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert asked.take(GeneratedAnswer(key, output, "stop")) is None
+    key, _ = cast(Any, next(prompts))
+    record = cast(Any, asked.give_up(Unanswered(key, "refused: 400", refused=True)))
+    assert [message["role"] for message in record["messages"]] == ["user", "assistant"]
+    assert record["unasked_turns"] == 1
 
 
 def test_two_calls_at_once_and_a_call_without_words(tmp_path: Path) -> None:

@@ -188,6 +188,6 @@ class ConversationLog:
 
     def __exit__(self, *_: object) -> None:
         os.fsync(self._file.fileno())
-        if self._file.tell() == 0:
+        if self.path.stat().st_size == 0:
             self.path.unlink()  # an empty file would look like a result
         self._opened.close()

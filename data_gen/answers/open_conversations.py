@@ -28,6 +28,7 @@ class _Progress:
     pending: deque[list[dict[str, Any]]]  # for each answer yet to be asked for, the messages before it
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
+    answered: int = 0  # messages up to the last answer
     prompt: Prompt = field(default_factory=lambda: Prompt(()))  # of the current answer
 
 
@@ -72,6 +73,7 @@ class OpenConversations:
         (conversation_id, _), output_ids, finish_reason, retokenised = answer
         progress = self._open.pop(conversation_id)
         progress.messages.append(answer_message(self._tokenizer, output_ids))
+        progress.answered = len(progress.messages)
         turn = {
             "prompt_token_ids": list(progress.prompt),
             "output_token_ids": output_ids,
@@ -96,8 +98,7 @@ class OpenConversations:
         if turn == 0:
             self._reject(progress.conversation, unanswered.reason)
             return None
-        while progress.messages[-1]["role"] != "assistant":  # the question
-            progress.messages.pop()
+        del progress.messages[progress.answered :]  # the question, with the calls and results before it
         return _record(progress, len(progress.pending) + 1, unanswered.reason)
 
     def _next_fresh(self) -> _Progress | None:

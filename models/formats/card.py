@@ -33,9 +33,7 @@ def read_measurement(path: Path, source: Source) -> dict[str, Any] | None:
     try:
         content = parse_json(path.read_bytes())
         weights = file_digest(source.directory / "model.safetensors")
-        data = content["made"]["data"]
-        ours = any(entry.get("sha256") == weights for name, entry in data.items() if "drafter" in name)
-        return content if ours else None
+        return content if content["made"]["data"]["drafter"]["sha256"] == weights else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

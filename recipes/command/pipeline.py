@@ -198,12 +198,13 @@ def _end_with_parent() -> None:
 
 
 def _reads(recipe: Recipe, stage: str) -> list[Path]:
-    target, evaluated = Path(recipe.target.model), _sources(recipe.eval.prompts)
-    model = [*target.glob("*.json"), *target.glob("*.jinja"), *target.glob("*.safetensors")] if target.is_dir() else []
+    target, evaluated = recipe.target, _sources(recipe.eval.prompts)
+    model = [*_model(target.model), *_model(target.adapter), *_files([target.chat_template or ""])]
     trees = [recipe.eval.tree, *(rival.tree for rival in recipe.eval.also)]
+    rules = [recipe.eval.acceptance, *(rival.acceptance for rival in recipe.eval.also)]
     measured = [recipe.eval_drafter_dir] if recipe.measures_drafter else []
-    folders = [*measured, *(Path(rival.drafter) for rival in recipe.eval.also if rival.drafter)]
-    folders += [Path(tree.c2t.classifier) for tree in trees if tree.c2t.classifier]
+    drafting = [*measured, *(Path(rival.drafter) for rival in recipe.eval.also if rival.drafter)]
+    drafting += [Path(tree.c2t.classifier) for tree in trees if tree.c2t.classifier]
     start = [Path(recipe.drafter.init_from) / "model.safetensors"] if recipe.drafter.init_from else []
     states = [recipe.states_dir / "manifest.json"] if recipe.data.states is not None else []
     replayed = [Path(recipe.eval.answers or recipe.eval_out / "generations.jsonl")] if _replays(recipe) else []
@@ -227,14 +228,21 @@ def _reads(recipe: Recipe, stage: str) -> list[Path]:
             ],
             "evaluate": [
                 *recipe.static_sams,
-                *(folder / "model.safetensors" for folder in folders),
+                *(folder / "model.safetensors" for folder in drafting),
+                *(file for rival in recipe.eval.also for file in _model(rival.draft_model)),
                 *([recipe.token_counts_path] if any(tree.vocab_size for tree in trees) else []),
                 *evaluated,
                 *replayed,
+                *_files([each.neighbours for each in rules if each] + [recipe.eval.planner.answers or ""]),
             ],
             "export": [*_trained(recipe), recipe.eval_out / "acceptance.json"],
         }[stage]
     )
+
+
+def _model(place: str | None) -> list[Path]:
+    """The files of a model in a local folder, in order; of the Hub's, none."""
+    return sorted(file for kind in ("json", "jinja", "safetensors") for file in Path(place or "none").glob(f"*.{kind}"))
 
 
 def _trained(recipe: Recipe) -> list[Path]:
