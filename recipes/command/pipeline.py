@@ -229,7 +229,7 @@ def _reads(recipe: Recipe, stage: str) -> list[Path]:
             "evaluate": [
                 *recipe.static_sams,
                 *(folder / "model.safetensors" for folder in drafting),
-                *(file for rival in recipe.eval.also for file in _model(rival.draft_model)),
+                *(file for rival in recipe.eval.also if rival.draft_model for file in _model(rival.draft_model.model)),
                 *([recipe.token_counts_path] if any(tree.vocab_size for tree in trees) else []),
                 *evaluated,
                 *replayed,
