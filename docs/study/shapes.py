@@ -35,7 +35,7 @@ import torch
 from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from docs.study.make_demo_target import llama_config
+from demos.make_demo_target import llama_config
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, line_legend, set_axis_titles, write_png
 from draftsmith.eval.planner.cost_model import Costs, family, shape_of
