@@ -85,10 +85,9 @@ vision-target: install  ## train the vision demo's target again: 104 minutes
 image-target: install  ## train the image demo's target again: 42 minutes
 	$(BIN)/python -m demos.make_image_target --out runs/demo_lantern_target
 
-study: install  ## all drafters on a small target: some 50 hours of a core; docs/results.md
-	$(BIN)/draftsmith regenerate docs/study/study.yaml
+study: install  ## drafters on a small target, cells without a line: all are some 45 hours of a core; docs/results.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.study.run
-	$(BIN)/python -m docs.study.page
+	$(BIN)/python -m docs.study.tables
 
 bench: install $(PEER)/.installed  ## a training step compared with speculators' (in .venv-peer), on a machine that does nothing else
 	$(BIN)/python tests/bench/train_step.py --shapes --peer $(PEER)/bin/python

@@ -100,8 +100,8 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def forbidden_imports(root: Path) -> list[str]:
-    """Imports against the direction recipes <- models <- eval <- data_gen <- train, from demos, docs or tests, or not by
-    the full name."""
+    """Imports against the direction recipes <- models <- eval <- data_gen <- train, of demos, docs or tests, or not
+    by the full name."""
     problems = []
     for room, path in modules(root):
         for line, name in imports(path):
@@ -191,7 +191,7 @@ def undeclared(root: Path) -> list[str]:
     for _, path in [*modules(root), *tests]:
         for line, name in imports(path):
             top = name.split(".")[0]
-            if top in ("", "draftsmith", "tests", "docs") or top in sys.stdlib_module_names:
+            if top in ("", "draftsmith", "demos", "docs", "tests") or top in sys.stdlib_module_names:
                 continue
             distributions = {distribution.lower() for distribution in installed().get(top, [top])}
             if not distributions & declared:
