@@ -104,6 +104,7 @@ def test_files_that_are_gone_are_made_again_and_their_line_stays(place: Path) ->
         if path.is_file():
             path.unlink()
     assert make(place, "--only", "drafter/a*") == ["drafter/a", "drafter/a/more"]
+    assert (place / "results.jsonl").read_text().count("\n") == 2
     lines = read_lines(place / "results.jsonl")
     assert lines["drafter/a"] == json.loads(first) and list(lines) == ["drafter/a", "drafter/a/more"]
     assert lines["drafter/a/more"]["commands"] == json.loads(last)["commands"]
