@@ -66,10 +66,10 @@ demo-full: install  ## the same with more of everything, in runs/demo-full
 	$(BIN)/draftsmith run recipes/demo-full.yaml data.states=runs/demo-full/states
 
 study-target: install  ## train the study's target again, from random weights: 78 minutes
-	$(BIN)/python -m docs.study.make_demo_target --out runs/study_target
+	$(BIN)/python -m demos.make_demo_target --out runs/study_target
 
 demo-target: install  ## train the demo's target again, from the study's: 39 minutes
-	$(BIN)/python -m docs.study.make_demo_target --out runs/demo_target --grow-from docs/study/target --layers 16 \
+	$(BIN)/python -m demos.make_demo_target --out runs/demo_target --grow-from docs/study/target --layers 16 \
 		--steps 480 --learning-rate 2e-3 --start-share 0.4
 
 VISION := $(BIN)/draftsmith run recipes/demo-vision.yaml
@@ -80,15 +80,14 @@ demo-vision: install  ## a drafter for a target that sees, and its baselines, in
 	$(VISION)
 
 vision-target: install  ## train the vision demo's target again: 104 minutes
-	$(BIN)/python -m docs.study.make_vision_target --out runs/demo_vision_target
+	$(BIN)/python -m demos.make_vision_target --out runs/demo_vision_target
 
 image-target: install  ## train the image demo's target again: 42 minutes
-	$(BIN)/python -m docs.study.make_image_target --out runs/demo_lantern_target
+	$(BIN)/python -m demos.make_image_target --out runs/demo_lantern_target
 
-study: install  ## all drafters on a small target: some 50 hours of a core; docs/results.md
-	$(BIN)/draftsmith regenerate docs/study/study.yaml
+study: install  ## drafters on a small target, cells without a line: all are some 45 hours of a core; docs/results.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.study.run
-	$(BIN)/python -m docs.study.page
+	$(BIN)/python -m docs.study.tables
 
 bench: install $(PEER)/.installed  ## a training step compared with speculators' (in .venv-peer), on a machine that does nothing else
 	$(BIN)/python tests/bench/train_step.py --shapes --peer $(PEER)/bin/python

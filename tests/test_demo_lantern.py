@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Emu3ForConditionalGeneration
 
-from docs.study.make_image_target import AutoencoderLearner, build_model, build_tokenizer, prompt_ids
+from demos.make_image_target import AutoencoderLearner, build_model, build_tokenizer, prompt_ids
 from draftsmith.recipes.demo_lantern import pictures as drawing
 from draftsmith.recipes.demo_lantern import quality
 from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pixel_tensor

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from docs.study.make_demo_target import grow, llama_config
+from demos.make_demo_target import grow, llama_config
 from draftsmith.recipes.errors import UserError
 
 

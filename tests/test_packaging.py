@@ -100,8 +100,8 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def forbidden_imports(root: Path) -> list[str]:
-    """Imports against the direction recipes <- models <- eval <- data_gen <- train, from docs or tests, or not by the
-    full name."""
+    """Imports against the direction recipes <- models <- eval <- data_gen <- train, of demos, docs or tests, or not
+    by the full name."""
     problems = []
     for room, path in modules(root):
         for line, name in imports(path):
@@ -109,7 +109,7 @@ def forbidden_imports(root: Path) -> list[str]:
             where = f"{path.relative_to(root)}:{line}"
             if first in ("", *ROOMS):
                 problems.append(f"{where}: write draftsmith.{name.lstrip('.')}")
-            elif first in ("docs", "tests"):
+            elif first in ("demos", "docs", "tests"):
                 problems.append(f"{where}: {room} must not import {first}")
             elif first == "draftsmith" and rest[0] != room and rest[0] not in MAY_IMPORT[room]:
                 problems.append(f"{where}: {room} must not import {rest[0]}")
@@ -191,7 +191,7 @@ def undeclared(root: Path) -> list[str]:
     for _, path in [*modules(root), *tests]:
         for line, name in imports(path):
             top = name.split(".")[0]
-            if top in ("", "draftsmith", "tests", "docs") or top in sys.stdlib_module_names:
+            if top in ("", "draftsmith", "demos", "docs", "tests") or top in sys.stdlib_module_names:
                 continue
             distributions = {distribution.lower() for distribution in installed().get(top, [top])}
             if not distributions & declared:
@@ -359,7 +359,7 @@ def shown_commands(text: str) -> Iterator[list[str]]:
                 words[0] = SCRIPTS[words[0]].module.removeprefix("draftsmith.").replace(".", "/") + ".py"
             while words and words[0].startswith("--"):  # of the launcher, with its value
                 words = words[2:]
-            if words[0] != "-m":  # a module: of the study, or of another project
+            if words[0] != "-m":  # a module: of the demos, the study or another project
                 yield words
 
 
@@ -438,7 +438,7 @@ def wrong_links(place: Path) -> list[str]:
 def missing_files(place: Path) -> list[str]:
     """Files of this repository that a text names and that do not exist."""
     text = place.read_text(encoding="utf-8")
-    named = re.findall(rf"(?<![\w/.])((?:{'|'.join(ROOMS)}|tests|docs)/[\w/.-]+\.(?:py|md|yaml|jinja))\b", text)
+    named = re.findall(rf"(?<![\w/.])((?:{'|'.join(ROOMS)}|demos|tests|docs)/[\w/.-]+\.(?:py|md|yaml|jinja))\b", text)
     return [f"{place.relative_to(ROOT)}: {path}: no such file" for path in named if not (ROOT / path).exists()]
 
 

@@ -1,7 +1,7 @@
 """Train the vision demo's target: a tiny LLaVA (CLIP tower, Llama) that describes drawn scenes and bar charts.
 
-    python -m docs.study.make_vision_target --out runs/demo_vision_target
-    python -m docs.study.make_vision_target --out /tmp/try --tower-steps 20 --steps 20 --measure-pictures 8   # a look
+    python -m demos.make_vision_target --out runs/demo_vision_target
+    python -m demos.make_vision_target --out /tmp/try --tower-steps 20 --steps 20 --measure-pictures 8   # a look
 
 Two stages, both from random weights. First the tower alone: every patch names its cell or bar and what stands there;
 without this stage the language model learns to write but not to look. Then the whole, on rows of one picture with a
@@ -38,7 +38,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from docs.study.make_demo_target import CHAT_TEMPLATE, learn, parsed, train_tokenizer, write_facts
+from demos.make_demo_target import CHAT_TEMPLATE, learn, parsed, train_tokenizer, write_facts
 from draftsmith.models.target_session import behind
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.demo_vision.descriptions import (

@@ -1,8 +1,8 @@
 """Train the demo's target model: a small Llama that answers questions about Python code.
 
-    python -m docs.study.make_demo_target --out runs/study_target           # the study's: 78 minutes on two CPU cores
-    make demo-target                                                        # the demo's, grown out of it: 39 minutes
-    python -m docs.study.make_demo_target --out /tmp/try --steps 60         # a look at the loss
+    python -m demos.make_demo_target --out runs/study_target      # the study's: 78 minutes on two CPU cores
+    make demo-target                                              # the demo's, grown out of it: 39 minutes
+    python -m demos.make_demo_target --out /tmp/try --steps 60    # a look at the loss
 
 Reads the running interpreter's standard library (and its test suite, if installed), holds out whole modules
 (`stdlib_prompts.split_of`), and trains a byte-level BPE tokenizer and the model from random weights. Writes a Hugging

@@ -1,7 +1,7 @@
 """Train the image demo's target: a tiny Emu3 that draws a handwritten digit from a caption, as 64 codes.
 
-    python -m docs.study.make_image_target --out runs/demo_lantern_target
-    python -m docs.study.make_image_target --out /tmp/try --autoencoder-steps 200 --code-pictures 500 --steps 20 \\
+    python -m demos.make_image_target --out runs/demo_lantern_target
+    python -m demos.make_image_target --out /tmp/try --autoencoder-steps 200 --code-pictures 500 --steps 20 \\
         --classifier-steps 20 --measure-pictures 50                                                          # a look
 
 Three stages, all from random weights: the autoencoder (transformers' Emu3VQVAE, with a codebook that follows moving
@@ -31,8 +31,8 @@ from torch.distributions import Categorical
 from tqdm import tqdm
 from transformers import DynamicCache, Emu3Config, Emu3ForConditionalGeneration, PreTrainedTokenizerFast
 
-from docs.study.make_demo_target import learn, parsed, write_facts
-from docs.study.make_vision_target import rate_scale
+from demos.make_demo_target import learn, parsed, write_facts
+from demos.make_vision_target import rate_scale
 from draftsmith.models.target_session import behind
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.demo_lantern.classifier import Classifier, save_classifier
