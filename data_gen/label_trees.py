@@ -1,7 +1,7 @@
 """Label draft trees for C2T: would the target accept each node of an uncut EAGLE-2 tree?
 
     python data_gen/label_trees.py recipes/demo.yaml
-    python data_gen/label_trees.py recipes/demo.yaml labels.max_rows=100000 labels.out=runs/try/trees   # smallest run
+    python data_gen/label_trees.py recipes/demo.yaml labels.max_rows=100000 labels.out=runs/try.safetensors  # smallest
     python data_gen/label_trees.py recipes/demo.yaml --plan                       # what it would do
 
 Replays recorded answers: the target reads each once, and a tree is drafted at every root that decoding with these trees
@@ -10,9 +10,8 @@ calls (arXiv 2502.13652, section 4.1). A row holds P, H and d as in decoding (`m
 the node lies on the path that the target accepts. Rows with a NaN among the features are left out (as in the paper), as
 are rows below the last token of an answer, because the target's next tokens are not recorded. Both are counted.
 
-Answers are shuffled by a hash of their ids, so labels.max_rows takes a fair sample. Writes <labels.out>. A stopped run,
-or one with a greater max_rows, continues after the last complete shard. The folder refuses other settings, another
-drafter or another target.
+Answers are shuffled by a hash of their ids, so labels.max_rows takes a fair sample. Writes <labels.out> at the end, in
+one piece: labelling takes minutes, and a stopped run starts over.
 """
 
 from argparse import ArgumentParser

@@ -621,9 +621,6 @@ def is_default(key: str, value: Any) -> bool:
     return section == "train" and name in TrainSection.model_fields and value == getattr(TrainSection(), name)
 
 
-MOST_LABELLED_NODES = 1_000_000  # per tree, a thousand times the paper's
-
-
 class LabelSection(Section):
     """Labelled draft trees (data_gen/label_trees.py), a C2T classifier's training data."""
 
@@ -641,18 +638,7 @@ class LabelSection(Section):
     batch_size: Size = 16
     """Answers processed side by side."""
     out: str | None = None
-    """Folder of the rows. Default: <output_dir>/labelled_trees."""
-
-    @model_validator(mode="after")
-    def _labelled_in_memory(self) -> "LabelSection":
-        if self.nodes > MOST_LABELLED_NODES:
-            raise ImpossibleSettings(
-                [
-                    f"top_k: {self.nodes:,} nodes below each root with top_k {self.top_k:,} and {self.draft_calls:,} "
-                    f"draft_calls, at most {MOST_LABELLED_NODES:,} can be labelled: lower one of the two"
-                ]
-            )
-        return self
+    """File of the rows. Default: <output_dir>/labelled_trees.safetensors."""
 
     @property
     def nodes(self) -> int:
@@ -664,9 +650,9 @@ class ClassifierSection(Section):
     """The C2T classifier (train/c2t.py)."""
 
     rows: str | None = None
-    """Folder that data_gen/label_trees.py wrote. Default: <output_dir>/labelled_trees."""
+    """File that data_gen/label_trees.py wrote. Default: <output_dir>/labelled_trees.safetensors."""
     hidden: Size = 48
-    """Width of its one hidden layer."""
+    """Width of its one hidden layer. With init_from it is that one's."""
     negative_ratio: Positive | None = 10.0
     """Rejected rows kept for each accepted one. None: all. What a confidence threshold means depends on this ratio."""
     batch_size: Size = 1024
@@ -708,8 +694,6 @@ class C2tSection(Section):
     """Nodes below this confidence are neither verified nor expanded."""
     beam: Size | None = 15
     """Most nodes kept per level, by confidence (the paper's K2). null: all that reach beta."""
-    entropy_over: Size = 1000
-    """Number of likeliest tokens in the entropy (the paper's M)."""
 
 
 Policy = Literal["chain", "static", "eagle2", "ddd", "svip", "svip_tree", "c2t"]
@@ -1365,14 +1349,14 @@ class Recipe(Section):
         return Path(self.data.states or Path(self.output_dir) / "states")
 
     @property
-    def labelled_trees_dir(self) -> Path:
+    def labelled_trees_path(self) -> Path:
         """Rows that data_gen/label_trees.py writes."""
-        return Path(self.labels.out or Path(self.output_dir) / "labelled_trees")
+        return Path(self.labels.out or Path(self.output_dir) / "labelled_trees.safetensors")
 
     @property
-    def classifier_rows_dir(self) -> Path:
+    def classifier_rows_path(self) -> Path:
         """Rows that the classifier is trained on."""
-        return Path(self.classifier.rows or self.labelled_trees_dir)
+        return Path(self.classifier.rows or self.labelled_trees_path)
 
     @property
     def classifier_dir(self) -> Path:

@@ -2,17 +2,15 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from draftsmith.data_gen.trees.labelled_trees import Trees, TreesManifest, write_tree_shard
-from draftsmith.models.c2t import DEPTH_CONVENTION
+from draftsmith.data_gen.trees.labelled_trees import Trees
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.target import Target, load_causal_lm
@@ -33,25 +31,15 @@ def made_trees(trees: int, rows: int, seed: int = 0, law: Callable[..., torch.Te
         d = torch.randint(0, 10, (count,), generator=chance).float()
         features.append(torch.stack((P, H, d), dim=-1))
         accepted.append((P > 0.7) & (d < 7) if law is None else law(P, H, d))
-    return Trees.of(features, accepted, range(trees))
-
-
-MADE_OF = {"depth_convention": DEPTH_CONVENTION, "entropy_over": 1000, "drafter": {"kind": "toy", "vocab_size": None}}
-
-
-def write_trees(directory: Path, shards: Sequence[Trees], **made_of: Any) -> TreesManifest:
-    directory.mkdir(parents=True, exist_ok=True)
-    manifest = TreesManifest({**MADE_OF, **made_of}, len(shards), complete=True)
-    for number, trees in enumerate(shards):
-        counts = {"answers": 1, "dropped_nan": 0, "dropped_beyond": 0}
-        manifest.shards[number] = write_tree_shard(directory, number, trees, counts)
-    manifest.write(directory)
-    return manifest
+    sizes = torch.tensor([*map(len, accepted)])
+    return Trees(
+        torch.cat(features), torch.cat(accepted), sizes, {"entropy_over": 1000, "drafter": {"proposer": "toy"}}
+    )
 
 
 def same_trees(a: Trees, b: Trees) -> bool:
-    names = ("P", "H", "d", "accepted", "starts", "answer")
-    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
+    tensors = (torch.equal(getattr(a, name), getattr(b, name)) for name in ("features", "accepted", "sizes"))
+    return all(tensors) and a.about == b.about
 
 
 @pytest.fixture(scope="session")

@@ -1,19 +1,17 @@
 """Labels of C2T: the rows of uncut trees against a slow twin, and the folder that holds them."""
 
-import json
 import math
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from draftsmith.data_gen.trees.labelled_trees import Trees, TreesManifest, check_rows, read_trees
+from draftsmith.data_gen.trees.labelled_trees import TENSORS, Trees
 from draftsmith.data_gen.trees.labelling import Labelled, label
 from draftsmith.eval.decoding.decode import decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
@@ -23,10 +21,9 @@ from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import Draws
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.schema import LabelSection
 from tests import reference
-from tests.c2t_cases import made_trees, same_trees, write_trees
+from tests.c2t_cases import made_trees, same_trees
 from tests.pairs import PROMPTS, greedy, pair_of_kind
 from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, unasked_target
 from tests.thinning import a_few
@@ -163,105 +160,33 @@ def test_no_row_lies_behind_the_target_s_last_position() -> None:
     assert [int(said.sum()) for said in free.accepted] == [int(said.sum()) for said in cut.accepted]
 
 
-def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
-    parts = [made_trees(4, 30), made_trees(3, 20, seed=1)]
-    written = write_trees(tmp_path, parts)
-    manifest = TreesManifest.read(tmp_path)
-    assert manifest == written
-    trees = read_trees(tmp_path, check_rows(tmp_path, manifest))
-    assert same_trees(trees, Trees.joined(parts))
-    assert (trees.count, trees.rows) == (7, sum(part.rows for part in parts))
-    for tree in range(7):
-        part, number = (parts[0], tree) if tree < 4 else (parts[1], tree - 4)
-        mine, its = (
-            slice(*each.tolist()) for each in (trees.starts[tree : tree + 2], part.starts[number : number + 2])
-        )
-        assert torch.equal(trees.features[mine], part.features[its])
-        assert torch.equal(trees.accepted[mine], part.accepted[its])
-    chosen = trees.chosen(torch.tensor([5, 0, 3]))
-    apart = Trees.joined([trees.chosen(torch.tensor([tree])) for tree in (5, 0, 3)])
-    assert same_trees(chosen, apart)
-    assert torch.equal(chosen.answer, trees.answer[[5, 0, 3]])
-    assert same_trees(trees.chosen(torch.arange(7)), trees)
+def test_trees_come_back_as_they_were_written(tmp_path: Path) -> None:
+    trees = made_trees(7, 30)
+    trees.write(tmp_path / "rows")
+    again = Trees.read(tmp_path / "rows")
+    assert same_trees(again, trees) and again.sizes.tolist() == [30, 29, 28, 30, 29, 28, 30]
+    chosen = again.chosen(torch.tensor([5, 0, 3]))
+    assert chosen.sizes.tolist() == [28, 30, 30]
+    for mine, its in zip(chosen.features.split([28, 30, 30]), (146, 0, 87), strict=True):
+        assert torch.equal(mine, trees.features[its : its + len(mine)])
+    assert torch.equal(
+        chosen.accepted, torch.cat([trees.accepted[146:174], trees.accepted[:30], trees.accepted[87:117]])
+    )
+    assert same_trees(again.chosen(torch.arange(7)), trees)
 
 
-def change_manifest(directory: Path, **changes: Any) -> None:
-    path = directory / "manifest.json"
-    content = json.loads(path.read_text())
-    made_of = content["made_of"] | {key: changes.pop(key) for key in list(changes) if key in content["made_of"]}
-    path.write_text(json.dumps(content | changes | {"made_of": made_of}))
-
-
-def change_shard(directory: Path) -> None:
-    path = directory / "shard-00001.safetensors"
-    tensors = load_file(path)
-    tensors["accepted"][0] ^= True
-    save_file(tensors, path)
-
-
-def change_shards(directory: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
-    change_manifest(directory, shards=change(json.loads((directory / "manifest.json").read_text())["shards"]))
-
-
-def rewrite_shard(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """The first one, with a manifest that knows the change."""
-    path = directory / "shard-00000.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-    written = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
-    change_shards(directory, lambda shards: [shards[0] | written, *shards[1:]])
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no manifest": (lambda d: (d / "manifest.json").unlink(), "no labelled trees here"),
-    "no json": (lambda d: (d / "manifest.json").write_text("{"), "malformed JSON"),
-    "a list": (lambda d: (d / "manifest.json").write_text("[]"), "not a manifest of labelled trees"),
-    "another kind": (lambda d: change_manifest(d, kind="c2t"), "not a manifest of labelled trees"),
-    "no counts": (lambda d: change_manifest(d, shards=[{"file": "x", "sha256": "y"}]), "manifest.json: damaged"),
-    "depths from 1": (lambda d: change_manifest(d, depth_convention="root's children 1"), "other depths than training"),
-    "another M": (lambda d: change_manifest(d, entropy_over=50), r"over 50 tokens.*labels.entropy_over=1000"),
-    "no M": (lambda d: change_manifest(d, entropy_over=None), "entropy_over: None must be a whole number"),
-    "unfinished": (lambda d: change_manifest(d, complete=False), "labelled 2 of 2 answers so far.*run .* again"),
-    "shard gone": (lambda d: (d / "shard-00001.safetensors").unlink(), "shard-00001.safetensors: no such file"),
-    "shard cut": (lambda d: (d / "shard-00000.safetensors").write_bytes(b"123"), "shard-00000.safetensors: damaged"),
-    "shard changed": (change_shard, "its sha256 differs"),
-    "drafter a list": (lambda d: change_manifest(d, drafter=["x"]), "damaged: made_of, and drafter inside it"),
-    "no objects": (lambda d: change_manifest(d, shards=["x"]), "manifest.json: damaged"),
-    "a shard twice": (lambda d: change_shards(d, lambda s: s + s[:1]), "'shard-00000.safetensors' is no file of it"),
-    "a shard elsewhere": (lambda d: change_shards(d, lambda s: [s[0] | {"file": "../x"}]), "'../x' is no file of it"),
-    "rows below 0": (lambda d: change_shards(d, lambda s: [s[0] | {"rows": -5}]), "rows: -5 must be a whole number"),
-    "true rows": (lambda d: change_shards(d, lambda s: [s[0] | {"rows": True}]), "rows: True must be a whole number"),
-    "more accepted": (lambda d: change_shards(d, lambda s: [s[0] | {"accepted": 999}]), "999 of .* rows are accepted"),
-    "fewer rows": (lambda d: change_shards(d, lambda s: [s[0] | {"rows": 100}]), "counts 100 rows of 4 trees"),
-    "fewer trees": (lambda d: change_shards(d, lambda s: [s[0] | {"trees": 3}]), "counts .* rows of 3 trees"),
-    "fewer accepted": (lambda d: change_shards(d, lambda s: [s[0] | {"accepted": 1}]), "the manifest counts 1"),
-    "a NaN": (lambda d: rewrite_shard(d, lambda t: t["P"].__setitem__(0, math.nan)), "of 1 rows is not finite"),
-    "infinite": (lambda d: rewrite_shard(d, lambda t: t["H"].fill_(math.inf)), "rows is not finite"),
-    "doubles": (lambda d: rewrite_shard(d, lambda t: t.update(P=t["P"].double())), "P is torch.float64"),
-    "starts": (lambda d: rewrite_shard(d, lambda t: t["starts"].__setitem__(1, 90)), "starts do not divide the rows"),
-}
-
-
-@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_damaged_and_other_rows_are_refused(damage: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
-    write_trees(tmp_path, [made_trees(4, 30), made_trees(3, 20, seed=1)])
-
-    def read() -> Trees:
-        return read_trees(tmp_path, check_rows(tmp_path, TreesManifest.read(tmp_path), entropy_over=1000))
-
-    read()
-    damage(tmp_path)
-    with pytest.raises(UserError, match=message) as error:
-        read()
-    assert str(tmp_path) in str(error.value)
-
-
-@pytest.mark.parametrize(("all_or_none", "word"), [(torch.zeros_like, "none"), (torch.ones_like, "all")])
-def test_rows_of_one_kind_are_refused(all_or_none: Any, word: str, tmp_path: Path) -> None:
-    manifest = write_trees(tmp_path, [made_trees(4, 30, law=lambda P, H, d: all_or_none(P, dtype=torch.bool))])
-    with pytest.raises(UserError, match=f"{word} were accepted, and nothing can be learnt"):
-        check_rows(tmp_path, manifest)
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    with pytest.raises(UserError, match="no labelled trees here; run `draftsmith label-trees` first"):
+        Trees.read(path)
+    made_trees(4, 30).write(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match="not a file of labelled trees, or damaged"):
+        Trees.read(path)
+    for tensors in ({"accepted": torch.ones(3)}, {name: torch.ones(3) for name in TENSORS}):
+        save_file(tensors, path)
+        with pytest.raises(UserError, match="not a file of labelled trees, or damaged"):
+            Trees.read(path)
 
 
 @pytest.mark.parametrize("kind", a_few(["eagle", "poss", "poss over eagle3"], "poss over eagle3"))

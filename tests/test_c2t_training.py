@@ -1,63 +1,47 @@
 """Training of C2T's classifier: what it learns, which rows an epoch takes, which epoch is kept."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
-from draftsmith.data_gen.trees.labelled_trees import Trees, TreesManifest
+from draftsmith.data_gen.trees.labelled_trees import Trees
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import ClassifierSection
 from draftsmith.train.run import classifier as classifier_training
-from draftsmith.train.run.classifier import (
-    better,
-    epoch_batches,
-    rate_of,
-    rates,
-    share_of,
-    split,
-    train_classifier,
-    validate,
-)
+from draftsmith.train.run.classifier import epoch_batches, rate_of, rates, split, train_classifier, validate
 from tests import reference
-from tests.c2t_cases import MADE_OF, made_trees
-
-
-def trained(
-    section: ClassifierSection, trees: Trees, start: C2tClassifier | None = None, **made_of: Any
-) -> classifier_training.Trained:
-    manifest = TreesManifest({**MADE_OF, **made_of}, 1)
-    return train_classifier(section, manifest, trees, start, lambda line: None)
+from tests.c2t_cases import made_trees
 
 
 def test_a_separable_law_is_learnt_and_the_ratio_is_stored() -> None:
     trees = made_trees(200, 100)
     section = ClassifierSection(epochs=120, learning_rate=0.01, negative_ratio=8.0, hidden=12)
-    found = trained(section, trees, entropy_over=77)
-    assert found.best["recall"] > 0.95
-    assert found.best["precision"] > 0.9
-    assert abs(found.best["positive_rate"] - float(trees.accepted.float().mean())) < 0.02
+    classifier, _, best = train_classifier(section, trees, None)
+    assert best["recall"] > 0.95
+    assert best["precision"] > 0.9
+    assert abs(best["positive_rate"] - float(trees.accepted.float().mean())) < 0.02
     other = made_trees(50, 100, seed=9)
-    right = (found.classifier.confidence(other.features) >= 0.5) == other.accepted
+    right = (classifier.confidence(other.features) >= 0.5) == other.accepted
     assert float(right.float().mean()) > 0.98
-    assert found.classifier.config == C2tConfig(12, 77, 8.0, MADE_OF["drafter"])
-    assert trained(
-        section.model_copy(update={"epochs": 1, "negative_ratio": None}), trees
-    ).classifier.config == C2tConfig(12, 1000, None, MADE_OF["drafter"])
+    drafter = {"proposer": "toy"}
+    assert classifier.config == C2tConfig(hidden=12, entropy_over=1000, negative_ratio=8.0, drafter=drafter)
+    trees.about["entropy_over"] = 77
+    classifier, _, _ = train_classifier(section.model_copy(update={"epochs": 1, "negative_ratio": None}), trees, None)
+    assert classifier.config == C2tConfig(hidden=12, entropy_over=77, negative_ratio=None, drafter=drafter)
 
 
 def test_equal_seeds_give_equal_classifiers_and_nobody_else_s_draws_move() -> None:
     trees, section = made_trees(40, 50), ClassifierSection(epochs=3)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = trained(section, trees)
+    first, metrics, _ = train_classifier(section, trees, None)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    again, other = trained(section, trees), trained(section.model_copy(update={"seed": 1}), trees)
-    assert first.metrics == again.metrics != other.metrics
-    for mine, its in zip(first.classifier.parameters(), again.classifier.parameters(), strict=True):
+    again, same_metrics, _ = train_classifier(section, trees, None)
+    assert metrics == same_metrics != train_classifier(section.model_copy(update={"seed": 1}), trees, None)[1]
+    for mine, its in zip(first.parameters(), again.parameters(), strict=True):
         assert torch.equal(mine, its)
 
 
@@ -80,16 +64,24 @@ def test_every_epoch_draws_its_rejected_rows_anew(ratio: float | None) -> None:
     assert not torch.equal(epochs[0].sort().values, epochs[1].sort().values) or wanted == negatives
 
 
+def numbers(trees: Trees) -> list[int]:
+    """Of trees whose P is their number."""
+    return trees.features[trees.sizes.cumsum(0) - 1, 0].int().tolist()
+
+
 def test_whole_trees_are_kept_out() -> None:
+    trees = made_trees(50, 9)
+    trees.features[:, 0] = torch.arange(50).repeat_interleave(trees.sizes)
     section = ClassifierSection(validation_share=0.3)
-    train_on, kept_out = split(50, section)
-    assert sorted([*train_on.tolist(), *kept_out.tolist()]) == list(range(50))
-    assert len(kept_out) == 15
-    assert not torch.equal(split(50, section.model_copy(update={"seed": 1}))[1], kept_out)
-    train_on, kept_out = split(50, section.model_copy(update={"share": 0.5}))
-    assert (len(train_on), len(kept_out)) == (17, 8)
-    with pytest.raises(UserError, match="1 of 1 trees are too few"):
-        split(1, section)
+    train_on, kept_out = split(trees, section)
+    assert sorted(numbers(train_on) + numbers(kept_out)) == list(range(50))
+    assert len(kept_out.sizes) == 15
+    assert train_on.sizes.tolist() == [trees.sizes[number] for number in numbers(train_on)]
+    assert numbers(split(trees, section.model_copy(update={"seed": 1}))[1]) != numbers(kept_out)
+    train_on, kept_out = split(trees, section.model_copy(update={"share": 0.5}))
+    assert (len(train_on.sizes), len(kept_out.sizes)) == (17, 8)
+    with pytest.raises(UserError, match="of 0 rows of 0 trees to train on none"):
+        split(trees.chosen(torch.tensor([0])), section)
 
 
 def test_numbers_of_an_epoch_equal_their_slow_twins() -> None:
@@ -124,34 +116,30 @@ def test_recall_selects_the_epoch_then_the_lower_positive_rate(monkeypatch: pyte
         return {"validation_loss": 1.0, "recall": recall, "positive_rate": positive_rate, "precision": 0.0}
 
     monkeypatch.setattr(classifier_training, "validate", validated)
-    found = trained(ClassifierSection(epochs=6), made_trees(40, 50))
-    assert found.epoch == 3
-    for name, tensor in found.classifier.state_dict().items():
+    classifier, _, best = train_classifier(ClassifierSection(epochs=6), made_trees(40, 50), None)
+    assert best["epoch"] == 3
+    for name, tensor in classifier.state_dict().items():
         assert torch.equal(tensor, weights[2][name]) and not torch.equal(tensor, weights[3][name])
-    assert better({"recall": 0.2, "positive_rate": 0.9}, {"recall": 0.1, "positive_rate": 0.0})
-    assert not better({"recall": 0.2, "positive_rate": 0.1}, {"recall": 0.2, "positive_rate": 0.1})
 
 
 def test_a_tenth_of_the_trees_calibrates_a_classifier() -> None:
     """Another target's nodes are accepted less often at the same P: what passes moves with it."""
     section = ClassifierSection(epochs=40, learning_rate=0.01, hidden=12)
-    start = trained(section, made_trees(200, 100)).classifier
-    calibration = ClassifierSection(hidden=12, init_from="x", batch_size=64)
-    assert (rate_of(calibration), share_of(calibration)) == (1e-4, 0.1)
-    assert (rate_of(ClassifierSection()), share_of(ClassifierSection())) == (1e-3, 1.0)
+    start, _, _ = train_classifier(section, made_trees(200, 100), None)
+    calibration = ClassifierSection(init_from="x", batch_size=64)
+    assert (rate_of(calibration), rate_of(ClassifierSection())) == (1e-4, 1e-3)
     other = made_trees(400, 100, seed=3, law=lambda P, H, d: (P > 0.5) & (d < 7))
     kept = {name: tensor.clone() for name, tensor in start.state_dict().items()}
-    found = trained(calibration, other, start, drafter={"kind": "another"})
-    assert found.metrics[0]["rows"] < 40 * 100 * 0.95
-    assert found.classifier.config.drafter == {"kind": "another"}
+    other.about["drafter"] = {"proposer": "another"}
+    found, metrics, _ = train_classifier(calibration, other, start)
+    assert metrics[0]["rows"] < 40 * 100 * 0.95
+    assert (found.config.drafter, found.config.hidden) == ({"proposer": "another"}, 12)
     unseen = made_trees(50, 100, seed=4, law=lambda P, H, d: (P > 0.5) & (d < 7))
-    before, after = (
-        rates(each.confidence(unseen.features), unseen.accepted, 0.5)["recall"] for each in (start, found.classifier)
-    )
+    before, after = (rates(each.confidence(unseen.features), unseen.accepted, 0.5)["recall"] for each in (start, found))
     assert after > before
     assert all(torch.equal(tensor, kept[name]) for name, tensor in start.state_dict().items())
     # It begins where the other one ended: a tenth of the learning rate leaves it near.
-    moved = [(a - b).abs().max() for a, b in zip(start.parameters(), found.classifier.parameters(), strict=True)]
+    moved = [(a - b).abs().max() for a, b in zip(start.parameters(), found.parameters(), strict=True)]
     assert 0 < max(moved) < 0.1
 
 
@@ -159,9 +147,9 @@ def test_parts_without_an_accepted_node_are_refused() -> None:
     rare = made_trees(30, 20, law=lambda P, H, d: torch.zeros_like(P, dtype=torch.bool))
     rare.accepted[0] = True
     with pytest.raises(UserError, match=r"trees to (train|validate) on none were accepted"):
-        trained(ClassifierSection(), rare)
+        train_classifier(ClassifierSection(), rare, None)
 
 
 def test_training_that_diverges_says_so() -> None:
     with pytest.raises(UserError, match=r"loss is not finite after epoch \d+; lower classifier.learning_rate"):
-        trained(ClassifierSection(learning_rate=1e38, epochs=30), made_trees(40, 50))
+        train_classifier(ClassifierSection(learning_rate=1e38, epochs=30), made_trees(40, 50), None)

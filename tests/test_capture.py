@@ -98,7 +98,7 @@ def test_damaged_files_are_named_and_written_anew(
     [
         ("{", "malformed JSON"),
         ("[]", "not a manifest of hidden states"),
-        ('{"kind": "labelled_trees"}', "not a manifest of hidden states"),
+        ('{"kind": "c2t"}', "not a manifest of hidden states"),
         ('{"kind": "hidden_states", "of_shards": 3}', "damaged: 'made_of' is missing"),
         (lambda manifest: manifest["shards"][2].update(file="../x"), "'../x' is no file of it"),
         (lambda manifest: manifest["shards"][2].update(bytes=-1), "bytes: -1 must be a whole number"),

@@ -15,7 +15,7 @@ import yaml
 from PIL import Image, ImageChops, ImageStat
 
 from draftsmith.data_gen import label_trees, regenerate
-from draftsmith.data_gen.trees.labelled_trees import TreesManifest
+from draftsmith.data_gen.trees.labelled_trees import Trees
 from draftsmith.eval import acceptance, plan
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.page.files import generations_path
@@ -348,10 +348,10 @@ def test_labelled_trees_and_a_classifier_of_them(place: Path, lines: dict[Any, d
     answers = f"labels.answers={place / 'run/eval/generations.jsonl'}"
     settings = answers, "labels.top_k=4", "labels.draft_calls=3", f"output_dir={tmp_path}"
     run_main(label_trees, recipe, *settings, "labels.top_k=1", f"labels.out={tmp_path / 'itself'}", *itself)
-    manifest = TreesManifest.read(tmp_path / "itself")
-    assert manifest is not None and manifest.complete and manifest.of == 7
+    trees = Trees.read(tmp_path / "itself")
     own = [line["accepted_per_round"] for (contender, *_), line in lines.items() if contender == "itself"]
-    assert (manifest.total("trees"), manifest.total("accepted")) == (sum(map(len, own)), sum(map(sum, own)))
+    assert trees.about["answers"] == 7
+    assert (len(trees.sizes), int(trees.accepted.sum())) == (sum(map(len, own)), sum(map(sum, own)))
     run_main(label_trees, recipe, *settings, *itself)
     run_main(c2t, recipe, *settings, "classifier.epochs=2", "classifier.validation_share=0.3")
     settings_of_c2t = {"classifier": str(tmp_path / "c2t"), "beta": 0.001}

@@ -79,7 +79,7 @@ def c2t_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
     weights = 5.0, -0.4, -0.2, chance.uniform(-1, 1)
     beta, beam, top_k = chance.uniform(0.3, 0.7), chance.choice([None, 1, 3, 8]), chance.choice([1, 2, 4, VOCAB + 1])
     calls, nodes, over = chance.randint(1, 4), chance.choice([None, 2, 7, 30]), chance.choice([4, VOCAB, 1000])
-    policy = C2T(linear_classifier(*weights), beta, beam, top_k, calls, nodes, over)
+    policy = C2T(linear_classifier(*weights, entropy_over=over), beta, beam, top_k, calls, nodes)
     confidence = linear_confidence(*weights)
     return policy, lambda table: reference.c2t_tree(table, confidence, beta, beam, top_k, calls, nodes, over)
 

@@ -5,9 +5,10 @@
     python train/c2t.py recipes/demo.yaml classifier.init_from=runs/other/c2t                     # calibration
     python train/c2t.py recipes/demo.yaml --plan                                                  # what it would do
 
-Reads what data_gen/label_trees.py wrote. Writes <classifier.out>: config.json and model.safetensors (`models.c2t`),
-recipe.yaml, provenance.json and metrics.jsonl (one line per epoch). The folder appears whole at the end; a kill leaves
-the earlier classifier, if there was one. To use it: eval.tree.policy=c2t eval.tree.c2t.classifier=<classifier.out>.
+Reads what data_gen/label_trees.py wrote. Writes <classifier.out> at the end, in one piece: config.json and
+model.safetensors (`models.c2t`), recipe.yaml, provenance.json and metrics.jsonl (one line per epoch). To use it:
+eval.tree.policy=c2t eval.tree.c2t.classifier=<classifier.out>. The last table that it prints has the nodes that each
+beta lets pass.
 
 As published (arXiv 2502.13652, section 4.1): binary cross-entropy, Adam, 1e-3, batches of 1,024 rows, 10 epochs, 95 %
 of the data for training; calibration with 1e-4 on a tenth of the data. Our choices where the paper is silent:

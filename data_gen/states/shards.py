@@ -1,4 +1,4 @@
-"""Folders of shards and a manifest: the format of hidden states and of labelled trees.
+"""Folders of shards and a manifest: the format of hidden states.
 
     manifest.json               settings, and each shard's sha256 and counts
     shard-00000.safetensors     ...

@@ -4,9 +4,11 @@ A contender is one row of the table: a drafter, a tree and a vocabulary. `check_
 be wrong with contenders before weights are loaded. `Lineup` then loads each model once.
 """
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from draftsmith.eval.decoding.proposers import (
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.models.blocked import block_layers, block_linears
-from draftsmith.models.c2t import check_made_for, drafter_identity
+from draftsmith.models.c2t import check_made_for
 from draftsmith.models.causal_lm import check_vocabulary, load_draft_model
 from draftsmith.models.chat import (
     load_tokenizer,
@@ -53,6 +55,8 @@ from draftsmith.models.target import Target, check_precision
 from draftsmith.models.turn_ends import stop_ids
 from draftsmith.models.vocab import DraftVocab, always_inside, cut_by_file, fill_text, load_token_counts
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import written
+from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.schema import (
     ContenderSection,
     QuantizationSection,
@@ -162,20 +166,6 @@ def _node_limit(tree: TreeSection) -> int | None:
     return None if tree.policy == "c2t" and tree.nodes is None and tree.c2t.beam is None else tree.most
 
 
-def contender_named(recipe: Recipe, name: str | None) -> Contender:
-    """The contender that `--contender` names: under eval.also, or the recipe's own (None).
-
-    Raises:
-        UserError: no contender has that name.
-    """
-    if name is None:
-        return main_contender(recipe)
-    contenders = {contender.name: contender for contender in contenders_of(recipe)}
-    if name not in contenders:
-        raise UserError(f"--contender: no contender is called {name!r}; there are {', '.join(map(repr, contenders))}")
-    return contenders[name]
-
-
 # Names.
 
 
@@ -257,27 +247,25 @@ def _details(contender: Contender) -> dict[str, str]:
 # Checks before anything large is loaded.
 
 
-def check_classifier(contender: Contender, vocab: DraftVocab, target: TargetSection) -> None:
-    """Checks that C2T's classifier was trained on nodes of this contender's drafter.
+def drafter_identity(contender: Contender, vocab: DraftVocab) -> dict[str, Any]:
+    """What is known, before weights are loaded, of the drafter whose nodes a C2T classifier judges.
 
     Args:
-        vocab: from `vocab_of`.
-
-    Raises:
-        UserError: it was trained for another drafter.
+        vocab: from `vocab_of`. A cut of it changes every probability.
     """
-    if contender.tree.policy == "c2t" and contender.tree.c2t.classifier is not None:
-        check_made_for(contender.tree.c2t.classifier, drafter_record(contender, vocab, target))
+    cut, weights = None, None
+    if contender.tree.vocab_size is not None:
+        ids = vocab.target_ids.sort().values.to("cpu", torch.int64)
+        cut = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
+    if contender.drafter is not None:
+        path = written(contender.drafter) / "model.safetensors"
+        weights = _digest(path, path.stat().st_mtime_ns)
+    return {"proposer": contender.proposer, "weights_sha256": weights, "vocab_sha256": cut}
 
 
-def drafter_record(contender: Contender, vocab: DraftVocab | None, target: TargetSection) -> dict[str, Any]:
-    """`drafter_identity` of a contender's drafter.
-
-    Args:
-        vocab: from `vocab_of`; may be None if the tree cuts none.
-    """
-    cut_to = None if contender.tree.vocab_size is None else vocab
-    return drafter_identity(contender.drafter, contender.draft_model, cut_to, target)
+@lru_cache(maxsize=64)  # many contenders share one drafter
+def _digest(path: Path, changed: int) -> str:
+    return file_digest(path)
 
 
 def vocab_of(contender: Contender, target: TargetFacts) -> DraftVocab:
@@ -368,7 +356,9 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
         has_vocab = contender.has_distributions or contender.proposer == "hierarchy"
         if there and has_vocab and passes("eval.token_counts", vocab_of, contender, target) and known:
             vocab = vocab_of(contender, target)
-            passes("eval.tree.c2t.classifier", check_classifier, contender, vocab, recipe.target)
+            if tree.policy == "c2t":
+                identity = drafter_identity(contender, vocab)
+                passes("eval.tree.c2t.classifier", check_made_for, tree.c2t.classifier, identity)
             if fill := fill_of(contender, vocab, target):
                 notes[f"note: eval.tree.vocab_size: {fill}"] = None
     if places:
@@ -468,7 +458,8 @@ class Lineup:
             proposer = contender.entry.make(self, contender)
         else:
             drafting = self.drafting(contender)
-            check_classifier(contender, drafting.vocab, self.section)
+            if (classifier := contender.tree.c2t.classifier) is not None:
+                check_made_for(classifier, self.drafter_identity(contender, drafting.vocab))
             proposer = PolicyProposer(drafting, policy_of(contender.tree, sampling))
         return proposer if contender.router is None else routed(self, contender.router, proposer)
 
@@ -493,6 +484,13 @@ class Lineup:
         """The drafter of `proposer`, with its vocabulary cut as the tree says."""
         assert contender.entry.drafting is not None
         return contender.entry.drafting(self, contender)
+
+    def drafter_identity(self, contender: Contender, vocab: DraftVocab) -> dict[str, Any]:
+        """All of `drafter_identity`: of a causal LM, which may serve several targets, also both models'."""
+        identity, small = drafter_identity(contender, vocab), contender.draft_model
+        if small is None:
+            return identity
+        return identity | {"draft_model": self._identity_of(self.draft_model(small), small), "target": self.identity}
 
     def drafter(self, directory: Path, small: TargetSection | None = None) -> FeatureDrafter:
         """A drafter of the target; of `small`, a hierarchy's small model, where that is given."""

@@ -33,7 +33,6 @@ from draftsmith.models.c2t import C2tClassifier, node_features
 from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
 from draftsmith.models.sampling import GREEDY, Draws, Sampling, drawn_tokens
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TreeSection
 
 
@@ -390,7 +389,6 @@ class C2T:
         draft_calls: most calls (d_max).
         nodes: most nodes of the tree, the root included: the most probable of the kept ones; None: all. It also limits
             each level.
-        entropy_over: number of likeliest tokens in the entropy (M), as in the classifier's training.
 
     A path ends where no child is kept, so a tree may be its root alone. A NaN in a distribution makes the confidence
     of all its children NaN, and none is kept.
@@ -402,7 +400,6 @@ class C2T:
     top_k: int
     draft_calls: int
     nodes: int | None = None
-    entropy_over: int = 1000
 
     def grow(
         self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
@@ -410,6 +407,7 @@ class C2T:
         rows, device = len(roots_B), roots_B.device
         if self.classifier.output.weight.device != device:
             self.classifier.to(device)
+        entropy_over = self.classifier.config.entropy_over
         log_probs = drafting.root_log_probs()[:, None]  # [B, b, Vd]
         width = min(self.top_k, log_probs.shape[-1])  # K
         values_Bb = log_probs.new_zeros(rows, 1)  # of the frontier
@@ -422,7 +420,7 @@ class C2T:
         for call in range(1, self.draft_calls + 1):
             calls = [call if goes else made for made, goes in zip(calls, going, strict=True)]
             children, ids = _children(values_Bb, log_probs, width)  # [B, b, K]
-            confidence = self.classifier.confidence(node_features(children, log_probs, call, self.entropy_over))
+            confidence = self.classifier.confidence(node_features(children, log_probs, call, entropy_over))
             passed = confidence >= self.beta
             if real_Bb is not None:
                 passed &= real_Bb[..., None]
@@ -480,7 +478,7 @@ def policy_of(tree: TreeSection, sampling: Sampling = GREEDY) -> TreePolicy:
     """The policy that a recipe's section describes, for answers drawn by `sampling`.
 
     Raises:
-        UserError: c2t.classifier is not a classifier, or was trained on another entropy.
+        UserError: c2t.classifier is not a classifier.
         ValueError: policy auto, which must be resolved first.
     """
     drawn = sampling if tree.draw == "sampled" else GREEDY
@@ -495,14 +493,8 @@ def policy_of(tree: TreeSection, sampling: Sampling = GREEDY) -> TreePolicy:
     if tree.policy == "c2t":
         section = tree.c2t
         assert section.classifier is not None  # the schema sees to it
-        classifier = C2tClassifier.load(section.classifier)
-        if classifier.config.entropy_over != section.entropy_over:
-            raise UserError(
-                f"tree.c2t.entropy_over: {section.entropy_over}, but the classifier in {section.classifier} was "
-                f"trained on entropies over {classifier.config.entropy_over} tokens; set it to that"
-            )
         nodes = tree.nodes if section.beam else tree.most
-        return C2T(classifier, section.beta, section.beam, tree.width, tree.calls, nodes, section.entropy_over)
+        return C2T(C2tClassifier.load(section.classifier), section.beta, section.beam, tree.width, tree.calls, nodes)
     raise ValueError(f"policy {tree.policy}: choose one first")
 
 

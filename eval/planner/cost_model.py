@@ -119,7 +119,7 @@ def family(tree: TreeSection) -> str:
         parts.append(f"paths {tree.static_paths}")
     if tree.policy == "c2t":
         beam = "all" if tree.c2t.beam is None else tree.c2t.beam
-        parts.append(f"top_k {tree.width}, beam {beam}, {tree.c2t.classifier}, entropy over {tree.c2t.entropy_over}")
+        parts.append(f"top_k {tree.width}, beam {beam}, {tree.c2t.classifier}")
     if tree.draw == "sampled":
         parts.append("drawn")
     if tree.vocab_size is not None:

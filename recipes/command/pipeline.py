@@ -43,7 +43,7 @@ from draftsmith.recipes.prompts.sources import file_sources
 from draftsmith.recipes.schema import Recipe, as_list
 
 REMEMBERED = "stages.json"
-REWRITTEN = ("reprompt", "train", "build-sam", "evaluate", "export")
+REWRITTEN = ("reprompt", "train", "label-trees", "train-c2t", "build-sam", "evaluate", "export")
 """Stages that rewrite their files on every run; the others may have nothing left to do."""
 SECONDS_TO_END = 3.0  # for a stage after Ctrl-C, before it is interrupted again
 
@@ -221,7 +221,7 @@ def _reads(recipe: Recipe, stage: str) -> list[Path]:
                 recipe.eval_drafter_dir / "model.safetensors",
                 Path(recipe.labels.answers or conversations),
             ],
-            "train-c2t": [recipe.classifier_rows_dir / "manifest.json"],
+            "train-c2t": [recipe.classifier_rows_path],
             "build-sam": [
                 *([conversations] if "answers" in recipe.data.sam.names else []),
                 *_files(recipe.data.sam.names),
@@ -258,7 +258,7 @@ def _writes(recipe: Recipe, stage: str) -> list[Path]:
         "rank-vocab": [recipe.draft_vocab_path, output / "token_counts.safetensors"],
         "capture": [recipe.states_dir / "manifest.json"],
         "train": _trained(recipe),
-        "label-trees": [recipe.labelled_trees_dir / "manifest.json"],
+        "label-trees": [recipe.labelled_trees_path],
         "train-c2t": [recipe.classifier_dir / "model.safetensors", recipe.classifier_dir / "config.json"],
         "build-sam": [recipe.sam_path],
         "evaluate": [recipe.eval_out / ("replay" * _replays(recipe)) / "acceptance.json"],
