@@ -1,7 +1,7 @@
 """Every shipped recipe runs, from prompts to acceptance, on a shrunken target of its architecture.
 
 The stages are those of the recipe's head, in its order: a drafter by the script of its kind, and for C2T labelled trees
-and the classifier before acceptance, and its sweep at the end.
+and the classifier before acceptance.
 
 The target has the recipe's model_type, its kind of attention, rotary scaling, biases and layer types, and random
 weights; its tokenizer has a template of the same kind. The overrides are sizes and paths alone, and float32: what is
@@ -16,7 +16,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data_gen import label_trees, rank_vocab, regenerate, reprompt
-from draftsmith.eval import acceptance, c2t_sweep
+from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.models.c2t import C2tClassifier
 from draftsmith.models.chat import load_tokenizer, render_marked, render_prompt
@@ -281,10 +281,6 @@ def test_from_prompts_to_acceptance(
         run_main(c2t, path, *overrides)
         assert sum(p.numel() for p in C2tClassifier.load(tmp_path / "run/c2t").parameters()) == 241
     run_main(acceptance, path, *overrides)
-    if "labels" in recipe.model_fields_set:
-        sweep = "--betas", "0.3", "0.6", "--nodes", "4", "12"
-        run_main(c2t_sweep, path, *overrides, *sweep)
-        assert "At equal tau" in capsys.readouterr().out
 
     conversations = [json.loads(line) for line in (tmp_path / "run/conversations.jsonl").read_text().splitlines()]
     assert len(conversations) == 12

@@ -107,8 +107,9 @@ def labelled_contender(recipe: Recipe, name: str | None = None) -> Contender:
     if problems or contender is None:
         raise UserError(problems)
     # Labelling verifies no tree. With two nodes, no tree exceeds the target's positions.
-    grown = {"nodes": 2, "draft_calls": section.draft_calls, "top_k": section.top_k}
-    return replace(contender, tree=TreeSection(policy="eagle2", vocab_size=contender.tree.vocab_size, **grown))
+    calls, width, cut = section.draft_calls, section.top_k, contender.tree.vocab_size
+    tree = TreeSection(policy="eagle2", nodes=2, draft_calls=calls, top_k=width, vocab_size=cut)
+    return replace(contender, tree=tree)
 
 
 def answers_to_label(recipe: Recipe) -> tuple[Recording, list[RecordedAnswer]]:

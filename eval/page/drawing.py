@@ -18,7 +18,7 @@ import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 MARKERS = "oDs^vPXp*h"  # of lines and contenders, one for each colour
 LIGHT = {
@@ -40,7 +40,6 @@ WIDTH = 360  # of every figure, in CSS pixels: a phone shows it nearly unscaled
 TAG = re.compile(r"<[^>]*>")  # matplotlib writes > as &gt; in attributes and texts
 
 Colours = Callable[[str], str]  # role -> what matplotlib takes
-Series = tuple[str, str, Sequence[float], Sequence[float], Sequence[Sequence[float]]]  # name, role, x, y, intervals
 
 
 @dataclass(frozen=True)
@@ -140,23 +139,6 @@ def octaves(ax: Axes, ticks: int, form: str) -> None:
     ax.xaxis.set_major_locator(LogLocator(2, numticks=ticks))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:{form}}"))
     ax.minorticks_off()
-
-
-def banded_lines(colours: Colours, series: Sequence[Series], log: bool = False) -> Figure:
-    """Lines with their intervals and names.
-
-    Args:
-        log: whether the x axis goes by `octaves`.
-    """
-    figure, (ax,) = new_figure(colours, [280])
-    for name, role, x, y, intervals in series:
-        ax.fill_between(x, *zip(*intervals, strict=True), color=colours(role), alpha=0.1, linewidth=0)  # type: ignore[arg-type]
-        ax.plot(x, y, color=colours(role), linewidth=1.6, marker="o", markersize=3.5, label=name)
-    if log:
-        octaves(ax, 7, ",.0f")
-    ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    line_legend(ax, colours, ax.lines)
-    return figure
 
 
 def percent(ax: Axes) -> None:

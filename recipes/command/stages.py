@@ -47,7 +47,6 @@ SCRIPTS = {
     "train-c2t": Script("train/c2t.py", "train a C2T classifier on them"),
     "export": Script("models/export.py", "write the drafter for vLLM, SGLang and other engines"),
     "import-drafter": Script("models/import_drafter.py", "read a drafter of another project"),
-    "c2t-sweep": Script("eval/c2t_sweep.py", "show what a C2T classifier saves"),
     "completion": Script("recipes/command/completion.py", "print shell completion for bash, zsh, fish or tcsh"),
 }
 
