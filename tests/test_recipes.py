@@ -131,7 +131,7 @@ def test_shipped_files_are_found_from_anywhere(tmp_path: Path, monkeypatch: pyte
     recipe = load_recipe(sys.argv[1])
     assert recipe.target.model == str(PACKAGE / "recipes/demo_target")
     name = "recipes/demo_prompts/stdlib-train.jsonl.gz"
-    assert recipe.data.prompts == str(PACKAGE / name) and Path(recipe.data.prompts).is_file()
+    assert recipe.data.prompts == str(PACKAGE / name) and (PACKAGE / name).is_file()
     (tmp_path / name).parent.mkdir(parents=True)
     with gzip.open(tmp_path / name, "wt") as file:
         file.write('{"prompt": "x"}')
