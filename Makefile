@@ -15,7 +15,7 @@ NEMO := .venv-nemo
 LLAMA_CPP := .llama.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help install tools test test-slow test-all lint types wheel-check ci demo demo-full demo-vision demo-target study-target vision-target image-target study bench serve-check readers clean
+.PHONY: help install tools test test-slow test-all lint types wheel-check ci demo demo-full demo-vision demo-prompts demo-target study-target vision-target image-target study bench serve-check readers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,9 @@ demo: install  ## prompts -> regenerated answers -> drafter -> measured acceptan
 demo-full: install  ## the same with more of everything, in runs/demo-full
 	$(BIN)/draftsmith run recipes/demo-full.yaml data.states=runs/demo-full/states
 
+demo-prompts: install  ## write the demos' prompts again; asks for CPython 3.11
+	$(BIN)/python -m demos.prompts
+
 study-target: install  ## train the study's target again, from random weights: 78 minutes
 	$(BIN)/python -m demos.make_demo_target --out runs/study_target
 
@@ -90,7 +93,7 @@ study: install  ## drafters on a small target, cells without a line: all are som
 	$(BIN)/python -m docs.study.tables
 
 bench: install $(PEER)/.installed  ## a training step compared with speculators' (in .venv-peer), on a machine that does nothing else
-	$(BIN)/python tests/bench/train_step.py --shapes --peer $(PEER)/bin/python
+	$(BIN)/python tools/bench/train_step.py --shapes --peer $(PEER)/bin/python
 
 $(PEER)/.installed:
 	$(PYTHON) -m venv $(PEER)
@@ -103,10 +106,10 @@ EAGLE3 := recipes/demo-full.yaml output_dir=runs/demo-eagle3 data.conversations=
 	drafter.fc_norm=false drafter.norm_output=false train.max_steps=2400 train.ttt_steps=5 train.learning_rate=4e-3
 serve-check: install $(VLLM)/.installed $(LLAMA_CPP)/.built  ## the demo's drafter in vLLM, a plain EAGLE-3 in vLLM and llama.cpp, compared with our loop, after make demo-full
 	$(BIN)/python -m pip install --quiet --editable ".[llama-cpp]"
-	$(BIN)/python tests/serving/serve_check.py recipes/demo-full.yaml --vllm $(VLLM)/bin/python
+	$(BIN)/python tools/serving/serve_check.py recipes/demo-full.yaml --vllm $(VLLM)/bin/python
 	$(BIN)/draftsmith rank-vocab $(EAGLE3)
 	$(BIN)/draftsmith train $(EAGLE3) data.states=runs/demo-full/states
-	$(BIN)/python tests/serving/serve_check.py $(EAGLE3) --vllm $(VLLM)/bin/python --llama-cpp $(LLAMA_CPP)
+	$(BIN)/python tools/serving/serve_check.py $(EAGLE3) --vllm $(VLLM)/bin/python --llama-cpp $(LLAMA_CPP)
 
 $(VLLM)/.installed:
 	$(PYTHON) -m venv $(VLLM)
@@ -115,7 +118,7 @@ $(VLLM)/.installed:
 	@touch $@
 
 readers: install $(PEER)/.installed $(VLLM)/.installed $(MODELOPT)/.installed $(NEMO)/.installed  ## other packages read our exports, we read modelopt's, and nemo-automodel computes ViSpec like us, after make demo-full
-	$(BIN)/python tests/serving/readers.py recipes/demo-full.yaml --work runs/readers --speculators $(PEER)/bin/python \
+	$(BIN)/python tools/serving/readers.py recipes/demo-full.yaml --work runs/readers --speculators $(PEER)/bin/python \
 		--vllm $(VLLM)/bin/python --modelopt $(MODELOPT)/bin/python --nemo $(NEMO)/bin/python
 
 $(MODELOPT)/.installed:

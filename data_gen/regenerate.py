@@ -30,7 +30,7 @@ from draftsmith.recipes.errors import UserError
 def main() -> None:
     command = parse_command(__doc__)
     if command.recipe.data.prompts is None:
-        raise UserError("data.prompts: not given; name a file, `stdlib:train`, `hf:org/name`, or data.reprompt.sources")
+        raise UserError("data.prompts: not given; name a file, `hf:org/name`, or data.reprompt.sources")
     path = command.recipe.conversations_path
     if path.suffix.lower() not in (".jsonl", ".json"):  # what training reads as JSON lines
         raise UserError(f"data.conversations: {path}: regenerate writes JSON lines; name a .jsonl file")

@@ -5,7 +5,7 @@
     python -m demos.make_demo_target --out /tmp/try --steps 60    # a look at the loss
 
 Reads the running interpreter's standard library (and its test suite, if installed), holds out whole modules
-(`stdlib_prompts.split_of`), and trains a byte-level BPE tokenizer and the model from random weights. Writes a Hugging
+(`demos.stdlib.split_of`), and trains a byte-level BPE tokenizer and the model from random weights. Writes a Hugging
 Face model directory in bfloat16 with `training.json`: data, time and measurements. Training starts with answers of up
 to 600 characters; while the learning rate decays, answers have the demo's length, which teaches the model to end them.
 A stopped run resumes from `--out`'s last checkpoint.
@@ -26,10 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.recipes.command.cli import run
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import atomic_path
-from draftsmith.recipes.prompts.stdlib import (
+from demos.stdlib import (
     KINDS,
     MAX_ANSWER_CHARACTERS,
     SourceFunction,
@@ -38,6 +35,9 @@ from draftsmith.recipes.prompts.stdlib import (
     split_of,
     stdlib_conversations,
 )
+from draftsmith.recipes.command.cli import run
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_path
 
 ROW_TOKENS = 512  # one packed training row
 DECAY_SHARE = 0.4  # of all steps: the learning rate falls, and answers have the demo's length

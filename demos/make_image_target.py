@@ -6,7 +6,7 @@
 
 Three stages, all from random weights: the autoencoder (transformers' Emu3VQVAE, with a codebook that follows moving
 averages and puts dead codes back to work); the language model, on the codes of `--code-pictures` pictures; and the
-classifier that judges pictures (`recipes/demo_lantern/quality.py`). A row of the language model is
+classifier that judges pictures (`demos/quality.py`). A row of the language model is
 
     <|bos|> a yellow seven on blue <|image start|> code ... code <|image end|>
     0       1 ................. 5  6               7 ....... 70  71             positions
@@ -31,14 +31,14 @@ from torch.distributions import Categorical
 from tqdm import tqdm
 from transformers import DynamicCache, Emu3Config, Emu3ForConditionalGeneration, PreTrainedTokenizerFast
 
+from demos.classifier import Classifier, save_classifier
+from demos.codes import CODES, decoded, encoded, pictures_of_answers, pixel_tensor
+from demos.digits import CAPTIONS, Caption, picture_at, sheet
 from demos.make_demo_target import learn, parsed, write_facts
 from demos.make_vision_target import rate_scale
+from demos.quality import picture_quality, real_features, real_pictures
 from draftsmith.models.target_session import behind
 from draftsmith.recipes.command.cli import run
-from draftsmith.recipes.demo_lantern.classifier import Classifier, save_classifier
-from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pictures_of_answers, pixel_tensor
-from draftsmith.recipes.demo_lantern.pictures import CAPTIONS, Caption, picture_at, sheet
-from draftsmith.recipes.demo_lantern.quality import picture_quality, real_features, real_pictures
 from draftsmith.recipes.files.atomic import atomic_path
 
 VISUAL = "<|visual token {:06d}|>"  # as Emu3 names its codes

@@ -38,17 +38,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from demos.make_demo_target import CHAT_TEMPLATE, learn, parsed, train_tokenizer, write_facts
-from draftsmith.models.target_session import behind
-from draftsmith.recipes.command.cli import run
-from draftsmith.recipes.demo_vision.descriptions import (
+from demos.descriptions import (
     IMAGINE,
     REQUESTS,
     checked_statements,
     description_of,
     questions_about,
 )
-from draftsmith.recipes.demo_vision.scenes import (
+from demos.make_demo_target import CHAT_TEMPLATE, learn, parsed, train_tokenizer, write_facts
+from demos.scenes import (
     BARS,
     CELLS,
     COLOURS,
@@ -61,6 +59,8 @@ from draftsmith.recipes.demo_vision.scenes import (
     draw,
     scene_at,
 )
+from draftsmith.models.target_session import behind
+from draftsmith.recipes.command.cli import run
 
 PATCH = 8  # pixels
 SIDE = PIXELS // PATCH  # patches

@@ -53,6 +53,7 @@ MOST_VALUES = 10_000
 MOST_DIGITS = 400
 MOST_PROBLEMS = 50
 PASSWORD = re.compile(r"//[^/\s]*@")  # and user name, in a URL
+PACKAGE = Path(__file__).parents[1]  # holds the folder `recipes`
 BEFORE_PATH = re.compile(rf"(?:--[\w-]+=|(?:hf|{'|'.join(BENCHMARKS)}):)?(?=~[^/\s]*/)")
 
 
@@ -78,8 +79,8 @@ class _Source:
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in file `path` with `overrides` ("train.max_steps=100") applied in order.
 
-    Paths inside a recipe are relative to the working directory; `~` is the home folder. Raises UserError with all
-    problems.
+    Paths inside a recipe are relative to the working directory; `~` is the home folder; a path `recipes/...` that is
+    not there is that of a file that ships with the package. Raises UserError with all problems.
     """
     source = _read_file(Path(path))
     for override in overrides:
@@ -133,8 +134,14 @@ def _read_file(path: Path) -> _Source:
     return source
 
 
-def with_home(text: str) -> str:
-    """`text` with the home folder in place of the `~` that begins its path: ~/a, hf:~/a, mt_bench:~/a, --out=~/a."""
+def placed(text: str) -> str:
+    """A value or argument with its path where it is.
+
+    `~` becomes the home folder, in ~/a, hf:~/a, mt_bench:~/a and --out=~/a. A file that ships with the package, such as
+    recipes/demo.yaml, is found there unless the working directory has it.
+    """
+    if text.startswith("recipes/") and not os.path.exists(text) and os.path.exists(PACKAGE / text):
+        return str(PACKAGE / text)
     before = BEFORE_PATH.match(text)
     return text if before is None else before[0] + os.path.expanduser(text[before.end() :])
 
@@ -159,7 +166,7 @@ def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int],
                 raise _refused(node.start_mark, f"a value of {len(node.value):,} characters that is not text")
             try:
                 value = loader.construct_object(node)
-                return with_home(value) if isinstance(value, str) else value
+                return placed(value) if isinstance(value, str) else value
             except (ValueError, KeyError, AttributeError) as error:  # 2024-13-45, !!bool maybe, !!timestamp abc
                 why = error if isinstance(error, ValueError) else f"{node.value!r} is not a {node.tag.split(':')[-1]}"
                 raise _refused(node.start_mark, str(why)) from None
@@ -395,7 +402,7 @@ def _identified(name: str) -> str:
     named = benchmark_of(name)
     if named is not None and named[1] is None:
         return named[0]
-    if name.startswith(("stdlib:", "scenes:", "captions:", "hf:")):
+    if name.startswith("hf:"):
         return name
     return str(Path(named[1] if named and named[1] else name).resolve())
 

@@ -330,7 +330,7 @@ class RepromptSection(Section):
 class DataSection(Section):
     prompts: str | list[str] | None = None
     """Conversations whose questions the target answers: a .jsonl, .json, .csv, .tsv (each also .gz) or .parquet file, a
-    folder of such files or a pattern (parts/*.jsonl), `stdlib:train`, or a dataset as `hf:org/name[:split]` or
+    folder of such files or a pattern (parts/*.jsonl), or a dataset as `hf:org/name[:split]` or
     `hf:org/name:config:split`. Default: the file that reprompt writes, if reprompt.sources is set."""
     max_prompts: Count | None = None
     """Most conversations to read; dropped duplicates do not count."""

@@ -146,7 +146,7 @@ def test_it_can_be_planned_before_there_are_answers(
     overrides = [f"data.conversations={tmp_path / 'yet.jsonl'}", f"data.states={tmp_path / 'states'}"]
     with pytest.raises(UserError, match=r"yet\.jsonl does not exist"):  # and nothing would write it
         capture(recipe_path, *overrides, "--plan")
-    overrides.append("data.prompts=stdlib:train")
+    overrides.append("data.prompts=recipes/demo_prompts/stdlib-train.jsonl.gz")
     capture(recipe_path, *overrides, "--plan")
     said = capsys.readouterr().out
     assert "yet.jsonl, which is not there yet" in said and "of states for 1,000 rows" in said

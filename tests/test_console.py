@@ -150,7 +150,7 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stages:
         "output_dir": str(tmp_path / "run"),
         "target": {"model": str(ROOT / "recipes/demo_target")},
         "data": {"prompts": str(tmp_path / "prompts.jsonl")},
-        "eval": {"prompts": "stdlib:heldout"},
+        "eval": {"prompts": str(ROOT / "recipes/demo_prompts/stdlib-heldout.jsonl.gz")},
     }
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
     return Stages(tmp_path / "r.yaml", monkeypatch)
@@ -197,7 +197,7 @@ def test_what_decides_a_result_makes_a_stage_run_again_and_nothing_else(
     (run / "token_counts.safetensors").unlink()
     assert stages.run()[:2] == ["rank-vocab", "train"]
     # Screened against other questions, other answers may be trained on.
-    again = [f"output_dir={tmp_path / 'screened'}", remove, "eval.prompts=stdlib:train"]
+    again = [f"output_dir={tmp_path / 'screened'}", remove, "eval.prompts=recipes/demo_prompts/stdlib-train.jsonl.gz"]
     stages.fails["train"] = lambda: 2
     with pytest.raises(SystemExit):
         stages.run(*again)

@@ -9,23 +9,18 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Emu3ForConditionalGeneration
 
+from demos import quality
+from demos.codes import encoded, pixel_tensor
+from demos.digits import CAPTIONS, PIXELS, SPLITS, digit_scans, picture_at
 from demos.make_image_target import AutoencoderLearner, build_model, build_tokenizer, prompt_ids
-from draftsmith.recipes.demo_lantern import pictures as drawing
-from draftsmith.recipes.demo_lantern import quality
-from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pixel_tensor
-from draftsmith.recipes.demo_lantern.pictures import CAPTIONS, PIXELS, SPLITS, Caption, digit_scans, picture_at
-from draftsmith.recipes.demo_lantern.quality import (
+from demos.quality import (
     TARGET,
     ImageTarget,
     frechet_distance,
     real_pictures,
     resampled,
-    whitening,
 )
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.reader import read_conversations
-from draftsmith.recipes.prompts.rejects import Rejects
-from tests.training_runs import ROOT, run_main
+from tests.training_runs import run_main
 
 
 @pytest.fixture(scope="module")
@@ -38,39 +33,10 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TARGET)
 
 
-def test_pictures_are_the_same_for_one_seed():
-    caption, picture = picture_at("heldout", 1)
-    again, same = picture_at("heldout", 1)
-    assert picture.shape == (PIXELS, PIXELS, 3) and picture.dtype == numpy.uint8
-    assert caption == again and (picture == same).all()
-    assert (picture != picture_at("heldout", 1, seed=1)[1]).any()
-    assert picture_at("heldout", 1, caption=CAPTIONS[7])[0] == CAPTIONS[7]
-    with pytest.raises(ValueError, match="'test': one of train, heldout"):
-        picture_at("test", 0)
-
-
 def test_splits_share_no_scan():
     sets = [{scan.tobytes() for scans in digit_scans(split).values() for scan in scans} for split in SPLITS]
     assert [len(scans) for scans in sets] == [1617, 180]
     assert not sets[0] & sets[1]
-
-
-def test_pictures_show_their_caption(monkeypatch: pytest.MonkeyPatch):
-    """Without texture and noise, the darkest and the brightest of a scan have the ground's and the ink's colour."""
-    monkeypatch.setattr(drawing, "_MOTTLE", {"ink": 0.0, "ground": 0.0})
-    monkeypatch.setattr(drawing, "_NOISE", 0.0)
-    for index in range(60):
-        caption, picture = picture_at("train", index)
-        shown = {tuple(pixel) for pixel in picture.reshape(-1, 3).tolist()}
-        assert {drawing.INKS[caption.ink], drawing.GROUNDS[caption.ground]} <= shown
-
-
-def test_captions_are_read_again():
-    assert len({caption.text for caption in CAPTIONS}) == len(CAPTIONS) == 360
-    assert Caption("orange", 8, "red").text == "an orange eight on red"
-    assert all(Caption.parse(caption.text) == caption for caption in CAPTIONS)
-    with pytest.raises(ValueError, match="no caption"):
-        Caption.parse("a orange eight on red")
 
 
 def test_every_caption_is_known_words(tokenizer):
@@ -120,12 +86,6 @@ def test_frechet_distance_of_covariances_that_do_not_commute():
     assert frechet_distance(a, b) == pytest.approx(expected)
 
 
-def test_whitened_features_are_alike_in_all_directions():
-    draws = numpy.random.default_rng(4)
-    features = draws.normal(size=(500, 5)) @ draws.normal(size=(5, 5)) + 3
-    assert numpy.cov(features @ whitening(features), rowvar=False) == pytest.approx(numpy.eye(5))
-
-
 def test_interval_holds_the_value():
     features = numpy.random.default_rng(2).normal(size=(120, 6))
     other = numpy.random.default_rng(3).normal(size=(2000, 6))
@@ -164,37 +124,6 @@ def test_table_of_contenders(tmp_path: Path, target: ImageTarget, monkeypatch, c
     assert rows["real pictures"][2] == "30"
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "no answers"),
-        ('{"contender": "a", "prompt_token_ids": [2, 3], "token_ids": [5]}\n', "generations.jsonl:1: not an answer"),
-        ("[]\n", "generations.jsonl:1: not an answer"),
-        (None, "`draftsmith evaluate` writes it"),
-    ],
-)
-def test_unusable_generations_are_named(tmp_path: Path, text: str | None, said: str):
-    if text is not None:
-        (tmp_path / "generations.jsonl").write_text(text)
-    with pytest.raises(UserError, match=said):
-        run_main(quality, tmp_path)
-
-
-def test_other_targets_are_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="is missing"):
-        ImageTarget(tmp_path)
-    with pytest.raises(UserError, match="a model of type llama"):
-        ImageTarget(ROOT / "recipes" / "demo_target")
-
-
-def test_prompts_are_read():
-    for split, rows in (("train", 3600), ("heldout", 360)):
-        rejects = Rejects()
-        read = list(read_conversations(f"captions:{split}", rejects))
-        assert not rejects.total and len({one.id for one in read}) == rows
-        assert {one.messages[0]["content"] for one in read[:360]} == {caption.text for caption in CAPTIONS}
-
-
 def one_step(silent: bool) -> tuple[AutoencoderLearner, torch.Tensor]:
     """A learner after one step, and the pixels that it saw.
 
@@ -230,8 +159,3 @@ def test_codebook_follows_its_cells():
         own = cells_MD[chosen == code]
         mean = (0.97 * revived[code] + 0.03 * own.sum(0)) / (0.97 + 0.03 * len(own))
         torch.testing.assert_close(learner.codebook_CD[code], mean, rtol=1e-4, atol=1e-5)
-
-
-def test_decoding_takes_no_picture_and_many(target: ImageTarget):
-    assert decoded(target.autoencoder, []).shape == (0, PIXELS, PIXELS, 3)
-    assert decoded(target.autoencoder, [[0] * CODES] * 3).shape == (3, PIXELS, PIXELS, 3)

@@ -3,20 +3,13 @@
 import collections
 import json
 import random
-from itertools import islice
 from pathlib import Path
 
-import numpy
 import pytest
 
+from demos.descriptions import checked_statements, description_of
+from demos.scenes import SPLITS, ChartBar, Scene, Thing, scene_at
 from draftsmith.data_gen import regenerate
-from draftsmith.recipes.demo_vision import scenes as drawing
-from draftsmith.recipes.demo_vision.descriptions import REQUESTS, checked_statements, description_of, questions_about
-from draftsmith.recipes.demo_vision.scenes import COLOURS, PIXELS, SPLITS, ChartBar, Scene, Thing, draw, scene_at
-from draftsmith.recipes.prompts.pictures import read_picture
-from draftsmith.recipes.prompts.reader import read_conversations
-from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.prompts.sources import check_source
 from tests.training_runs import ROOT, run_main
 
 KINDS = {"total", "placed", "tally", "relation", "blank", "bars", "nth", "height", "most", "versus"}
@@ -31,63 +24,12 @@ THINGS = Scene(
 BARS = Scene(bars=(ChartBar("red", 2), ChartBar("green", 5), ChartBar("blue", 2), ChartBar("yellow", 1)))
 
 
-def test_series_is_the_same_everywhere():
-    """The demo's weights and numbers belong to these very pictures."""
-    scene = scene_at("heldout", 1)
-    assert scene == scene_at("heldout", 1) != scene_at("heldout", 1, seed=1)
-    assert scene.things[:2] == (Thing(1, "purple", "circle", "small"), Thing(2, "yellow", "cross", "small"))
-    assert (
-        description_of(scene, random.Random(3))
-        == description_of(scene, random.Random(3))
-        != description_of(scene, random.Random(4))
-    )
-    assert draw(scene).tobytes() == draw(scene).tobytes() != draw(scene_at("heldout", 3)).tobytes()
-
-
 def test_splits_share_no_composition():
     train, heldout = ({scene_at(split, i).composition for i in range(2000)} for split in SPLITS)
     assert len(train) > 1000 and len(heldout) > 500
     assert not train & heldout
     with pytest.raises(ValueError, match="'test': one of train, heldout"):
         scene_at("test", 0)
-
-
-def test_composition_is_without_places_and_sizes():
-    moved = Scene(things=(Thing(4, "blue", "square", size="small"), Thing(7, "red", "circle", size="large")))
-    also = Scene(things=(Thing(0, "red", "circle", size="small"), Thing(1, "blue", "square", size="small")), seed=7)
-    assert moved.composition == also.composition
-    assert Scene(bars=BARS.bars[::-1]).composition == BARS.composition != THINGS.composition
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_pictures_show_their_things(split: str):
-    """In its cell each thing has pixels of its colour, and there are no others; large shapes have more than small."""
-    areas = collections.defaultdict(set)
-    for index in range(150):
-        scene = scene_at(split, index)
-        pixels = numpy.asarray(draw(scene))
-        assert pixels.shape == (PIXELS, PIXELS, 3)
-        seen = {colour: (pixels == numpy.array(rgb)).all(-1) for colour, rgb in COLOURS.items()}
-        if scene.bars:
-            width = PIXELS // len(scene.bars)
-            for i, bar in enumerate(scene.bars):
-                column = seen[bar.colour][:, round((i + 0.5) * width)]
-                assert round(column.sum() / 17) == bar.height  # pixels a unit
-            continue
-        shown = collections.Counter()
-        for thing in scene.things:
-            x, y = (round((place + 0.5) * PIXELS / 3) for place in (thing.column, thing.row))
-            around = seen[thing.colour][max(0, y - 21) : y + 22, max(0, x - 21) : x + 22].sum()
-            areas[thing.shape, thing.size].add(int(around))
-            shown[thing.colour] += around
-        assert shown == collections.Counter({colour: int(mask.sum()) for colour, mask in seen.items() if mask.any()})
-    for shape in drawing.SHAPES:
-        assert max(areas[shape, "small"]) < min(areas[shape, "large"])
-
-
-def test_words_of_signs_differ():
-    signs = {draw(Scene(things=(Thing(4, "red", "sign", word=word),))).tobytes() for word in drawing.WORDS}
-    assert len(signs) == len(drawing.WORDS)
 
 
 def test_descriptions_are_true():
@@ -107,18 +49,6 @@ def test_descriptions_are_true():
     assert set(kinds) == KINDS | {"remark"}
     assert max(lengths) <= 225 and sum(lengths) / len(lengths) > 80
     assert sum(about_others) / len(about_others) < 0.1
-
-
-def test_answers_to_questions_are_true():
-    kinds = set()
-    for index in range(100):
-        scene = scene_at("train", index)
-        for question, answer in islice(questions_about(scene, random.Random(index)), 5):
-            (statement,) = checked_statements(answer, scene)
-            assert statement.holds, (question, answer)
-            kinds.add((question.split()[0], statement.kind))
-    what, how = {("What", "placed"), ("What", "nth")}, {("How", kind) for kind in ("tally", "total", "height", "bars")}
-    assert kinds == what | how
 
 
 # True sentences, and false ones that differ from each in little.
@@ -188,13 +118,6 @@ def test_planted_falsehoods_are_found(scene: Scene, true: str, false: list[str])
         assert statement.kind in KINDS and statement.holds is False, sentence
 
 
-def test_statements_about_bars_are_false_of_things():
-    for text in ("The tallest bar is red.", "Red is taller than blue.", "Red stands at two units."):
-        assert [statement.holds for statement in checked_statements(text, THINGS)] == [False]
-    for text in ("The top row is empty.", "The number of red things is zero.", "The picture shows zero things."):
-        assert [statement.holds for statement in checked_statements(text, BARS)] == [False]
-
-
 def test_twins_are_not_related():
     """ "The small red circle" is neither of two."""
     twins = Scene(
@@ -224,19 +147,6 @@ def test_things_side_by_side_are_neither_above_nor_below(direction: str) -> None
     for one, other in (("small red circle", "large blue square"), ("large blue square", "small red circle")):
         [statement] = checked_statements(f"The {one} is {direction} the {other}.", scene)
         assert statement.kind == "relation" and statement.holds is False
-
-
-def test_prompts_show_the_scenes_of_their_split(tmp_path: Path) -> None:
-    """Two records of each split, through the reader; their pictures are drawn from the same seeds."""
-    for split in SPLITS:
-        read = list(read_conversations(f"scenes:{split}", Rejects(), 2))
-        assert [conversation.id for conversation in read] == [f"scenes/{split}/0", f"scenes/{split}/1"]
-        for index, conversation in enumerate(read):
-            picture, request = conversation.messages[0]["content"]
-            assert request["text"] in REQUESTS
-            shown = read_picture(picture["url"], tmp_path).image
-            assert shown.tobytes() == draw(scene_at(split, index)).tobytes()
-    assert check_source("scenes:test") == "scenes:test: write scenes:train or scenes:heldout"
 
 
 def test_the_target_tells_what_it_sees(tmp_path: Path) -> None:

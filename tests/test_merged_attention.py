@@ -13,8 +13,8 @@ from draftsmith.models.alignment import Columns, Documents, Run, columns_of
 from draftsmith.train.attention import kernels as attention_kernels
 from draftsmith.train.attention.kernels import BLOCKS, FLASH_CPU, Kernel, is_right, kernel_for
 from draftsmith.train.attention.merged import merged_attention, runs_of_documents
-from tests.bench.train_step import flop_formulas, package_backward_flops, package_forward_flops
 from tests.thinning import pairwise
+from tools.bench.train_step import flop_formulas, package_backward_flops, package_forward_flops
 
 CPU = torch.device("cpu")
 KERNELS = [BLOCKS, FLASH_CPU]

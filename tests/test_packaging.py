@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "train": {"models", "eval", "recipes", "data_gen"},
 }
 ROOMS = tuple(MAY_IMPORT)
+OUTSIDE = ("demos", "docs", "tests", "tools")  # import the package and are no part of it
 SCRIPT_ROOMS = ("data_gen", "train", "eval")
 # Not installed by `make install`, but by users: extras of the package, trackers, engines.
 OFTEN_INSTALLED = {
@@ -100,8 +101,8 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def forbidden_imports(root: Path) -> list[str]:
-    """Imports against the direction recipes <- models <- eval <- data_gen <- train, of demos, docs or tests, or not
-    by the full name."""
+    """Imports against the direction recipes <- models <- eval <- data_gen <- train, from OUTSIDE, or not by the full
+    name."""
     problems = []
     for room, path in modules(root):
         for line, name in imports(path):
@@ -109,7 +110,7 @@ def forbidden_imports(root: Path) -> list[str]:
             where = f"{path.relative_to(root)}:{line}"
             if first in ("", *ROOMS):
                 problems.append(f"{where}: write draftsmith.{name.lstrip('.')}")
-            elif first in ("demos", "docs", "tests"):
+            elif first in OUTSIDE:
                 problems.append(f"{where}: {room} must not import {first}")
             elif first == "draftsmith" and rest[0] != room and rest[0] not in MAY_IMPORT[room]:
                 problems.append(f"{where}: {room} must not import {rest[0]}")
@@ -191,7 +192,7 @@ def undeclared(root: Path) -> list[str]:
     for _, path in [*modules(root), *tests]:
         for line, name in imports(path):
             top = name.split(".")[0]
-            if top in ("", "draftsmith", "demos", "docs", "tests") or top in sys.stdlib_module_names:
+            if top in ("", "draftsmith", *OUTSIDE) or top in sys.stdlib_module_names:
                 continue
             distributions = {distribution.lower() for distribution in installed().get(top, [top])}
             if not distributions & declared:
@@ -315,6 +316,7 @@ def test_shadowed_module_is_caught(tree: Path, name: str):
         ("train", "from . import fine", "write draftsmith.fine"),
         ("eval", "from docs.study import cells", "eval must not import docs"),
         ("recipes", "import tests.reference", "recipes must not import tests"),
+        ("recipes", "from demos.stdlib import split_of", "recipes must not import demos"),
     ],
 )
 def test_import_against_the_direction_is_caught(tree: Path, room: str, line: str, problem: str):
@@ -438,7 +440,8 @@ def wrong_links(place: Path) -> list[str]:
 def missing_files(place: Path) -> list[str]:
     """Files of this repository that a text names and that do not exist."""
     text = place.read_text(encoding="utf-8")
-    named = re.findall(rf"(?<![\w/.])((?:{'|'.join(ROOMS)}|demos|tests|docs)/[\w/.-]+\.(?:py|md|yaml|jinja))\b", text)
+    folders = "|".join([*ROOMS, *OUTSIDE])
+    named = re.findall(rf"(?<![\w/.])((?:{folders})/[\w/.-]+\.(?:py|md|yaml|jinja))\b", text)
     return [f"{place.relative_to(ROOT)}: {path}: no such file" for path in named if not (ROOT / path).exists()]
 
 

@@ -397,7 +397,8 @@ def test_other_depths_are_looked_at_where_the_middle_one_is_fast(
 
 
 def test_an_evaluation_s_plan_says_what_auto_lacks(recipe_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["eval.tree={policy: auto}", "eval.prompts=stdlib:heldout", "data.conversations=nowhere.jsonl"]
+    prompts = "eval.prompts=recipes/demo_prompts/stdlib-heldout.jsonl.gz"
+    settings = ["eval.tree={policy: auto}", prompts, "data.conversations=nowhere.jsonl"]
     recipe = load_recipe(recipe_path, settings)
     evaluate_by_decoding(recipe, contenders_of(recipe), plan=True)
     wanted = "CANNOT WORK yet: policy auto: eval.planner.answers: not given, and there are no conversations in"

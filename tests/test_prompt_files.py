@@ -51,9 +51,10 @@ def test_patterns_and_folders_stand_for_their_files(tmp_path: Path):
     (folder / "empty.jsonl").write_text("")
     (folder / ".hidden.jsonl").write_text("{}")
     write_lines(folder / "deeper/3.jsonl", {"prompt": "3 0"})
+    other = write_lines(tmp_path / "other.json", {"prompt": "not read"})
     wanted = ["1 0", "1 1", "10 0", "10 1", "2 0", "2 1"]
     for source in (str(folder), f"{folder}/", f"{tmp_path}/parts*/*", f"{tmp_path}/parts*/*.jsonl"):
-        found = read([source, "stdlib:heldout"], limit=6)
+        found = read([source, other], limit=6)
         assert [c.messages[0]["content"] for c in found] == wanted
         assert [c.id for c in found] == ["0", "1", "10/0", "10/1", "2/0", "2/1"]
         assert (found[2].source, found[2].line) == (f"{folder}/10.jsonl", 1)

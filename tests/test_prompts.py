@@ -1,6 +1,5 @@
 """Prompt sources: every format is read, every bad record is kept with its place and reason."""
 
-import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import pytest
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts import stdlib
 from draftsmith.recipes.prompts.reader import DUPLICATE, questions, read_conversations, read_training_prompts
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -198,60 +196,6 @@ def test_broken_parquet(tmp_path: Path):
     (tmp_path / "p.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(UserError, match=r"p\.parquet: cannot be read as parquet"):
         read(str(tmp_path / "p.parquet"))
-
-
-def test_standard_library_splits(tmp_path: Path, monkeypatch):
-    names = [f"module{number}" for number in range(100)]
-    for name in names:
-        body = "".join(f"    value_{line} = {name!r} + str({line})\n" for line in range(5))
-        (tmp_path / f"{name}.py").write_text(f"def function():\n    'Do.'\n{body}    return value_0\n")
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    monkeypatch.setattr(stdlib, "library_functions", stdlib.library_functions.__wrapped__)  # without its cache
-    train = {c.meta["module"] for c in read("stdlib:train")}
-    heldout = {c.meta["module"] for c in read("stdlib:heldout")}
-    assert {c.meta["benchmark"] for c in read("stdlib:heldout")} == {"stdlib:heldout"}
-    assert train | heldout == set(names)
-    assert not train & heldout
-    assert len(train) > len(heldout) > 0
-    copied = read("stdlib:copy")
-    assert {c.meta["module"] for c in copied} == heldout
-    assert {c.meta["category"] for c in copied} == {"edit", "again"}
-    for conversation in copied:
-        first, second, third = (message["content"] for message in conversation.messages)
-        if conversation.meta["category"] == "again":
-            assert (second, third) == (first.replace("function()", "function_v2()"), first) and second != first
-        else:
-            assert first.endswith("\n    return value_0") and "`function` to `function_v2`" in second
-
-
-def test_a_function_of_the_library_is_read_as_it_stands_in_its_file(tmp_path: Path, monkeypatch) -> None:
-    text = '''
-class Queue:
-    if True:
-        @property
-        @wraps(
-            first)
-        async def size(self, *, wait=1):
-            """Return it.
-
-            More."""
-            text = """a
-  b\f
-"""
-            return text  # a comment
-
-def stub(): "Do nothing."
-'''
-    (tmp_path / "queue.py").write_text(text)
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    size, stub_ = stdlib.library_functions.__wrapped__()
-    assert (size.id, size.what, stub_.id) == ("stdlib/queue/Queue.size", "method", "stdlib/queue/stub")
-    assert (size.signature, size.summary) == ("size(self, *, wait=1)", "Return it.")
-    tree: Any = ast.parse(text).body[0]
-    whole = tree.body[0].body[0]
-    del whole.body[0]
-    assert size.source == ast.unparse(whole) and "a\\n  b" in size.source
-    assert (stub_.signature, stub_.summary, stub_.source) == ("stub()", "Do nothing.", "def stub():\n    pass")
 
 
 def test_datasets_name(monkeypatch: pytest.MonkeyPatch):
@@ -550,17 +494,16 @@ def test_sources_are_checked_before_anything_is_read(tmp_path: Path):
     (tmp_path / "p.csv").write_text("prompt\nx\n", encoding="utf-16")
     names = [str(tmp_path / name) for name in ("empty.jsonl", "p.txt", "p.csv", "none.jsonl")]
     with pytest.raises(UserError) as caught:
-        read_conversations([good, *names, "stdlib:x", "hf:"], Rejects())  # at the call, not at the first record
+        read_conversations([good, *names, "hf:"], Rejects())  # at the call, not at the first record
     reasons = [
         "the file is empty",
         "prompts are read from",
         "save it as CSV in UTF-8",
         "no such file",
-        "stdlib:train or stdlib:heldout or stdlib:copy",
         "hf:org/name",
     ]
     assert len(caught.value.problems) == len(reasons)
-    for problem, name, reason in zip(caught.value.problems, [*names, "stdlib:x", "hf:"], reasons, strict=True):
+    for problem, name, reason in zip(caught.value.problems, [*names, "hf:"], reasons, strict=True):
         assert name in problem
         assert reason in problem
     with pytest.raises(UserError, match="no source given"):

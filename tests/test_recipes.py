@@ -1,5 +1,6 @@
 """Recipes: what is read, what is refused, and in which words."""
 
+import gzip
 import os
 import re
 import sys
@@ -11,7 +12,7 @@ import yaml
 from draftsmith.eval import acceptance
 from draftsmith.recipes.command import cli
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loader import dump_recipe, load_recipe
+from draftsmith.recipes.loader import PACKAGE, dump_recipe, load_recipe
 from draftsmith.recipes.schema import Recipe
 from tests.recipe_cases import SMALLEST, problems_of
 from tests.recipe_cases import write as write
@@ -121,6 +122,22 @@ def test_a_path_may_begin_at_the_home_folder(write, tmp_path, monkeypatch):
     assert sys.argv[1:] == [f"{tmp_path}/my.yaml", f"--out={tmp_path}/b", "a=~b", "a~/b"]
 
 
+def test_shipped_files_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the working directory has such a file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["x", "recipes/demo.yaml", "recipes/mine.yaml"])
+    cli.run(lambda: None)
+    assert sys.argv[1:] == [str(PACKAGE / "recipes/demo.yaml"), "recipes/mine.yaml"]
+    recipe = load_recipe(sys.argv[1])
+    assert recipe.target.model == str(PACKAGE / "recipes/demo_target")
+    name = "recipes/demo_prompts/stdlib-train.jsonl.gz"
+    assert recipe.data.prompts == str(PACKAGE / name) and (PACKAGE / name).is_file()
+    (tmp_path / name).parent.mkdir(parents=True)
+    with gzip.open(tmp_path / name, "wt") as file:
+        file.write('{"prompt": "x"}')
+    assert load_recipe(sys.argv[1]).data.prompts == name
+
+
 def test_empty_section_is_its_defaults(write):
     recipe = load_recipe(write(SMALLEST + "train:\neval:\n  # max_prompts: 3\n"))
     assert recipe.train == Recipe.model_validate(yaml.safe_load(SMALLEST)).train
@@ -149,7 +166,7 @@ def test_overrides_win_in_order(write):
 
 def test_override_mends_a_problem_of_the_file(write):
     path = write(SMALLEST + "train:\n  seed: x\ndata:\n  prompts: missing.jsonl\n")
-    assert load_recipe(path, ["train.seed=2", "data.prompts=stdlib:train"]).train.seed == 2
+    assert load_recipe(path, ["train.seed=2", "data.prompts=hf:org/name"]).train.seed == 2
 
 
 @pytest.mark.parametrize(
@@ -296,7 +313,7 @@ def test_no_prompt_file_twice_and_none_is_overwritten(write, tmp_path: Path):
     path.write_text('{"prompt": "x"}\n')
     again = tmp_path / "." / "b" / ".." / "a.jsonl"
     (tmp_path / "b").mkdir()
-    (problem,) = problems_of(write(SMALLEST), f"eval.prompts=[{path}, stdlib:heldout, {tmp_path}/b/../a.jsonl]")
+    (problem,) = problems_of(write(SMALLEST), f"eval.prompts=[{path}, hf:org/name, {tmp_path}/b/../a.jsonl]")
     assert "`eval.prompts.2`" in problem and f"is given twice, first as {path}" in problem
     (problem,) = problems_of(write(SMALLEST), "data.prompts=[hf:a/b, hf:a/b]")
     assert "`data.prompts.1`: hf:a/b is given twice" in problem
@@ -348,10 +365,8 @@ def test_only_what_cannot_be_a_hub_id_is_looked_for_on_disk(write, model, is_pat
 
 
 def test_prompts_that_are_not_files(write):
-    recipe = load_recipe(write(SMALLEST), ["data.prompts=[stdlib:train, hf:org/name, hf:org/name:test]"])
-    assert recipe.data.prompts == ["stdlib:train", "hf:org/name", "hf:org/name:test"]
-    (problem,) = problems_of(write(SMALLEST), "eval.prompts=stdlib:test")
-    assert problem.endswith("`eval.prompts`: stdlib:test: write stdlib:train or stdlib:heldout or stdlib:copy")
+    recipe = load_recipe(write(SMALLEST), ["data.prompts=[hf:org/name, hf:org/name:test]"])
+    assert recipe.data.prompts == ["hf:org/name", "hf:org/name:test"]
 
 
 @pytest.mark.parametrize(

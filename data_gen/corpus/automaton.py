@@ -26,7 +26,7 @@ from draftsmith.recipes.schema import RankingSource, Recipe
 
 TRIED = 1000  # look-ups that are timed
 CHARACTERS = 4  # of a token, for the plan
-SORTING_BYTES = 60  # a token at the peak of sorting; 57 measured by tests/bench/sam.py
+SORTING_BYTES = 60  # a token at the peak of sorting; 57 measured by tools/bench/sam.py
 
 
 def main(command: Command) -> None:

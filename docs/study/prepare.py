@@ -11,12 +11,12 @@ import sysconfig
 from itertools import islice
 from pathlib import Path
 
+from demos.descriptions import questions_about
+from demos.prompts import scene_conversations
+from demos.scenes import scene_at
+from demos.stdlib import KINDS, split_of, stdlib_conversations
 from draftsmith.recipes.command.cli import run
-from draftsmith.recipes.demo_vision.descriptions import questions_about
-from draftsmith.recipes.demo_vision.prompts import scene_conversations
-from draftsmith.recipes.demo_vision.scenes import scene_at
 from draftsmith.recipes.files.atomic import atomic_write
-from draftsmith.recipes.prompts.stdlib import KINDS, split_of, stdlib_conversations
 from draftsmith.recipes.validation import validation_rank
 
 VALIDATION = 48  # conversations

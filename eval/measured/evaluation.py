@@ -60,7 +60,7 @@ def main(command: Command) -> None:
 def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
     """Decodes every prompt plainly and with each contender. With `plan` it only prints the plan."""
     if recipe.eval.prompts is None:
-        raise UserError("eval.prompts: not given; name a prompt file, or stdlib:heldout")
+        raise UserError("eval.prompts: not given; name a prompt file, or mt_bench")
     check_contenders(recipe, contenders, plan)
     full = no_room(recipe)
     if full and not plan:

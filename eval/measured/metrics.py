@@ -13,7 +13,7 @@
     time_share              shares of decoding time. Plain decoding drafts nothing, so its `draft` is 0. In older files
                             it is about 1 %: the loop's own work, which is now in `other`
     overhead_share          time_share's `other`: neither drafting (with tree growth) nor the target's forward pass. The
-                            `own share` of tests/bench/decode.py is larger, because it includes tree growth
+                            `own share` of tools/bench/decode.py is larger, because it includes tree growth
     speedup                 tokens per second over plain decoding's, each summed over all prompts before the division:
                             long answers weigh more
     mean_prompt_speedup     the mean of that ratio over prompts: every prompt weighs the same

@@ -59,7 +59,7 @@ def main(command: Command) -> None:
     rejects = Rejects()
     if command.measure:
         if recipe.eval.prompts is None:
-            raise UserError("--measure decodes eval.prompts, which is not given; name a prompt file, or stdlib:heldout")
+            raise UserError("--measure decodes eval.prompts, which is not given; name a prompt file, or mt_bench")
         asked = recipe_questions(recipe, rejects)
     out = recipe.eval_out / ("calibration.json" if command.calibrate else "plan.json")
     if command.plan:

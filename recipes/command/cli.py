@@ -24,7 +24,7 @@ from pathlib import Path
 
 from draftsmith.recipes.command.launch import check_alone, let_waiting_threads_sleep, rank, world_size
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loader import load_recipe, with_home
+from draftsmith.recipes.loader import load_recipe, placed
 from draftsmith.recipes.schema import Recipe
 
 EPILOG = """\
@@ -131,7 +131,7 @@ def run(main: Callable[[], None], many_processes: bool = False) -> None:
         many_processes: whether a launcher may start several processes that share the work.
     """
     _quiet_third_parties()
-    sys.argv[1:] = map(with_home, sys.argv[1:])  # shells expand `~` only where a word begins
+    sys.argv[1:] = map(placed, sys.argv[1:])  # shells expand `~` only where a word begins
     if sys.stdout is None:  # closed by the caller
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the end
     for stream in (sys.stdout, sys.stderr):  # a terminal without some character shows its number

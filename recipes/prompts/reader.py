@@ -1,4 +1,4 @@
-"""Reads prompts of every format: files, benchmarks, the standard library's prompts and `datasets` names.
+"""Reads prompts of every format: files, benchmarks and `datasets` names.
 
 Sources
     path.jsonl, path.json        one JSON object per line, or one JSON array of objects (.jsonl: nothing else in it)
@@ -8,10 +8,6 @@ Sources
     path.jsonl.gz, .csv.gz, ...  any of these but parquet, packed by gzip
     folder, parts/*.jsonl        the files of these types in a folder or of a pattern (`**`: also in folders below),
                                  sorted by name; empty files are left out
-    stdlib:train, :heldout       questions about the interpreter's own library (`recipes.prompts.stdlib`)
-    stdlib:copy                  conversations about held-out modules whose answers repeat what stands there
-    scenes:train, :heldout       drawn pictures to be described (`recipes.demo_vision.prompts`)
-    captions:train, :heldout     captions that ask for a picture (`recipes.demo_lantern.prompts`)
     hf:org/name[:split]          a dataset of the `datasets` library, streamed; the split is `train` unless given
     hf:org/name:config:split     a configuration of it, for example hf:openai/gsm8k:main:train
     mt_bench, humaneval, gsm8k, spec_bench, each also as mt_bench:path
@@ -33,8 +29,8 @@ two different questions or two different answers is ambiguous and is rejected.
 Other columns are `id` (or `question_id`), `images` and `image` (paths), `meta`, `system` (or `system_prompt`: the
 system message, unless the messages begin with the same), `tools` (function schemas, also as JSON text) and `category`.
 The last two move into `meta`. `recipes.prompts.records` documents tool calls, `recipes.prompts.picture_parts` pictures.
-meta["benchmark"] is the source's short name: a benchmark's, a file's without folder and ending, `org/name`,
-`stdlib:train`. Numbers and gaps as pandas writes them (1.0, NaN) are read as 1 and null.
+meta["benchmark"] is the source's short name: a benchmark's, a file's without folder and ending, `org/name`. Numbers and
+gaps as pandas writes them (1.0, NaN) are read as 1 and null.
 
 Ids are unique in one reading. If two files or data sets give one id to different conversations, the later one gets a
 short name as a prefix: `second/0`. A repeated id in one file is rejected, and so is the same conversation with the same
@@ -84,7 +80,7 @@ def read_conversations(
     names = as_list(sources)
     problems = [problem for name in names if (problem := check_source(name)) is not None]
     if not names:
-        problems.append("no source given: name a file, `stdlib:train` or `hf:org/name`")
+        problems.append("no source given: name a file or `hf:org/name`")
     if problems:
         raise UserError([before + problem for problem in problems])
     return islice(_read_as(before, names, rejects, store), limit)

@@ -1,4 +1,4 @@
-"""Reads records from JSON lines, JSON arrays, CSV, parquet, the standard library, the hub and named benchmarks.
+"""Reads records from JSON lines, JSON arrays, CSV, parquet, the hub and named benchmarks.
 
 `recipes.prompts.reader` documents the names of sources. Records are (line or row number from 1, record). Text that
 cannot be parsed goes to the rejects.
@@ -19,11 +19,9 @@ from draftsmith.recipes.files.json_text import check_depth, parse_json
 from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, benchmark_of, fetch, known_forms
 from draftsmith.recipes.prompts.picture_files import coco_captions, seems_a_picture
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
-from draftsmith.recipes.prompts.stdlib import COPY, SPLITS, copy_conversations, stdlib_conversations
 
 StorePicture = Callable[[bytes], str]  # writes a picture's bytes to a file and returns its path
 
-DRAWN = {"stdlib": (*SPLITS, COPY), "scenes": SPLITS, "captions": SPLITS}  # made here, with their parts
 TABLE_TYPES = (".csv", ".tsv")
 FILE_TYPES = (".jsonl", ".json", *TABLE_TYPES, ".parquet")  # all but the last also packed, .gz
 DELIMITERS = ",;\t"  # of .csv files; spreadsheets write ; in countries with a decimal comma
@@ -33,10 +31,6 @@ HUB_FORMS = "hf:org/name, hf:org/name:split or hf:org/name:config:split"
 
 def check_source(name: str) -> str | None:
     """The problem of a source that shows before any record is read, or None. Hub datasets are not looked up."""
-    kind, _, split = name.partition(":")
-    if kind in DRAWN:
-        parts = " or ".join(f"{kind}:{part}" for part in DRAWN[kind])
-        return None if split in DRAWN[kind] else f"{name}: write {parts}"
     if name.startswith("hf:"):
         if "[" in name:
             return f"{name}: parts of a split cannot be asked for; the first N are data.max_prompts or eval.max_prompts"
@@ -85,7 +79,7 @@ def file_sources(source: str) -> list[str]:
     """
     named = benchmark_of(source)
     path = source if named is None else named[1] or ""
-    if source.startswith("hf:") or source.partition(":")[0] in DRAWN or Path(path).is_file() or not path:
+    if source.startswith("hf:") or Path(path).is_file() or not path:
         return [source]
     if not (Path(path).is_dir() or glob.has_magic(path)):
         return [source]
@@ -107,8 +101,6 @@ def _short_name(source: str) -> str:
         return named[0]
     if source.startswith("hf:"):
         return source.removeprefix("hf:").split(":")[0]
-    if source.partition(":")[0] in DRAWN:
-        return source
     path = Path(source[:-3] if is_packed(source) else source)
     names = (path.stem, *(parent.name for parent in path.parents))  # a pattern may have its own name in a folder's
     return next((name for name in names if any(map(str.isalnum, name))), source)
@@ -131,19 +123,6 @@ def records(source: str, rejects: Rejects, store: StorePicture | None = None) ->
         )
         for line, record in found:
             yield line, known_forms(name, record, line)
-    elif source.partition(":")[0] in DRAWN:
-        kind, _, split = source.partition(":")
-        if kind == "scenes":
-            from draftsmith.recipes.demo_vision.prompts import scene_conversations  # Pillow, which --help does not need
-
-            made = scene_conversations(split)
-        elif kind == "captions":
-            from draftsmith.recipes.demo_lantern.prompts import caption_conversations
-
-            made = caption_conversations(split)
-        else:
-            made = copy_conversations() if split == COPY else stdlib_conversations(split)
-        yield from enumerate(made, start=1)
     elif source.startswith("hf:"):
         for line, row in enumerate(_hub_rows(source, decode=store is None), start=1):
             yield line, plain_row(row, store)

@@ -1,8 +1,8 @@
 """One training step of EAGLE-3 on synthetic states: speed and memory, beside speculators in the same run.
 
-    python tests/bench/train_step.py --hidden 512 --vocab 16384 --seq 2048
-    python tests/bench/train_step.py --hidden 512 --vocab 16384 --seq 2048 --peer .venv-peer/bin/python
-    python tests/bench/train_step.py --lengths 1024 2048 4096 8192 16384 --plot lengths.png   # by --seq
+    python tools/bench/train_step.py --hidden 512 --vocab 16384 --seq 2048
+    python tools/bench/train_step.py --hidden 512 --vocab 16384 --seq 2048 --peer .venv-peer/bin/python
+    python tools/bench/train_step.py --lengths 1024 2048 4096 8192 16384 --plot lengths.png   # by --seq
     make bench    # the shapes of SHAPES for this device, beside speculators in .venv-peer
 
 A step is the teacher's head, forward, K unroll steps, backward, clipping and AdamW. Each side runs in processes of its

@@ -1,7 +1,7 @@
 """What FR-Spec's cut saves of a draft call, by the size of the vocabulary and the width of the drafter.
 
-    python tests/bench/cut.py
-    python tests/bench/cut.py --hidden 4096 --vocab 128256 --device cuda --dtype bfloat16
+    python tools/bench/cut.py
+    python tools/bench/cut.py --hidden 4096 --vocab 128256 --device cuda --dtype bfloat16
 
 A random EAGLE-3 drafter expands `--nodes` nodes at `--context` committed tokens, with its whole head and with cuts of
 it, in turn; medians over `--repeats`. A call is everything from tokens to log-probabilities. What a cut costs of tau

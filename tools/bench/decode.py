@@ -1,8 +1,8 @@
 """The decoding loop against transformers' `generate` and assisted generation, prompt by prompt in one run.
 
     make demo-full                                                       # the pair that is measured
-    python tests/bench/decode.py --make-small runs/demo-full/small_lm    # a 2-layer LM with its tokenizer, in 4 minutes
-    python tests/bench/decode.py
+    python tools/bench/decode.py --make-small runs/demo-full/small_lm    # a 2-layer LM with its tokenizer, in 4 minutes
+    python tools/bench/decode.py
 
 Everyone answers the same prompts greedily in float32; seconds of a call hold everything, the prefill and the proposer's
 own included; the tokens are checked to be the same. Ratios are of one repeat's totals: their median [lowest, highest]
@@ -44,7 +44,8 @@ from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.stdlib import stdlib_conversations
+from draftsmith.recipes.prompts.reader import read_conversations
+from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import TargetSection, TreeSection
 
 ROOT = Path(__file__).parents[2]
@@ -285,8 +286,8 @@ def demo_bench(args: argparse.Namespace) -> tuple[Bench, list[list[int]]]:
     bench.add_loop(CHAIN, speculator.proposer(chain), network)
     bench.add_loop(TREE, speculator.proposer(TreeSection(policy="eagle2", nodes=60)), network)
 
-    questions = [c["messages"][:1] for c in stdlib_conversations("heldout")]
-    prompts = [list(render_prompt(speculator.tokenizer, question)) for question in questions[: args.prompts]]
+    asked = read_conversations(str(ROOT / "recipes/demo_prompts/stdlib-heldout.jsonl.gz"), Rejects(), args.prompts)
+    prompts = [list(render_prompt(speculator.tokenizer, each.messages[:1])) for each in asked]
     room = target.config.max_position_embeddings - args.new_tokens - nodes
     return bench, [prompt for prompt in prompts if len(prompt) <= room]
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from draftsmith.recipes.demo_lantern.codes import BATCH, pixel_tensor
-from draftsmith.recipes.demo_lantern.pictures import GROUNDS, INKS, Caption
+from demos.codes import BATCH, pixel_tensor
+from demos.digits import GROUNDS, INKS, Caption
 from draftsmith.recipes.errors import UserError
 
 FEATURES = 24  # D, where the pictures' distributions are compared

@@ -1,8 +1,8 @@
 """Serves a recipe's drafter in vLLM and llama.cpp, and compares them with draftsmith's own loop.
 
     make serve-check      # after make demo-full: installs both engines, then serves its drafter and an EAGLE-3
-    python tests/serving/serve_check.py recipes/demo-full.yaml --vllm .venv-vllm/bin/python
-    python tests/serving/serve_check.py docs/study/study.yaml --vllm .venv-vllm/bin/python --llama-cpp .llama.cpp
+    python tools/serving/serve_check.py recipes/demo-full.yaml --vllm .venv-vllm/bin/python
+    python tools/serving/serve_check.py docs/study/study.yaml --vllm .venv-vllm/bin/python --llama-cpp .llama.cpp
 
 Evaluates a chain of `--draft-tokens`, exports the drafter in float32, asks each engine for the same answers, with and
 without the drafter, and writes one table to <output_dir>/serve_check/serving.md. Greedy, float32, one answer at a time,

@@ -1,4 +1,4 @@
-"""speculators' training step for tests/bench/train_step.py, in an environment of its own (speculators 0.9.0)."""
+"""speculators' training step for tools/bench/train_step.py, in an environment of its own (speculators 0.9.0)."""
 
 import argparse
 from typing import Any

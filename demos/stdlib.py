@@ -1,7 +1,6 @@
 """Chat prompts made from the Python standard library of the running interpreter.
 
-They are the demo's input: thousands of questions without a download. Sources are only parsed with `ast`, never imported
-or executed.
+`demos.prompts` writes those of CPython 3.11 to files. Sources are only parsed with `ast`, never imported or executed.
 
 There are two kinds of question, each answered by code alone:
 
@@ -19,21 +18,17 @@ normalised body of a training function are dropped.
 """
 
 import ast
-import gc
 import hashlib
 import sysconfig
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 SPLITS = ("train", "heldout")
-COPY = "copy"  # not a split: the conversations whose answers repeat
 KINDS = ("write", "complete")
 COPY_KINDS = ("edit", "again")
 
@@ -48,11 +43,11 @@ _TEST_FOLDERS = {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo
 
 @dataclass(frozen=True)
 class SourceFunction:
-    """A function of the library. What needs its syntax tree is read when it is asked for: that of all takes seconds."""
-
     module: str  # dotted, for example "asyncio.events"
     qualified_name: str  # "AbstractEventLoop.run_forever" or "dedent"
-    text: str  # its lines as they stand in the file, decorators included
+    signature: str  # "run_forever(self)"
+    summary: str  # first line of the docstring, or ""
+    source: str  # normalised by ast.unparse, without its docstring; "" if this interpreter cannot write it back
 
     @property
     def id(self) -> str:
@@ -61,33 +56,6 @@ class SourceFunction:
     @property
     def name(self) -> str:
         return self.qualified_name.rpartition(".")[2]
-
-    @property
-    def signature(self) -> str:
-        """For example "run_forever(self)"."""
-        return self._read[0]
-
-    @property
-    def summary(self) -> str:
-        """First line of the docstring, or ""."""
-        return self._read[1]
-
-    @property
-    def source(self) -> str:
-        """Normalised by ast.unparse, without its docstring; "" if this interpreter cannot write it back."""
-        return self._read[2]
-
-    @cached_property
-    def _read(self) -> tuple[str, str, str]:
-        inside = self.text[0].isspace()  # its strings stay the same only if it keeps its indentation
-        tree: Any = _parse("if True:\n" * inside + self.text).body[0]
-        function = tree.body[0] if inside else tree
-        if docstring := ast.get_docstring(function):
-            function.body = function.body[1:] or [ast.Pass()]
-        signature = source = ""
-        with suppress(ValueError):  # some nested f-strings
-            signature, source = f"{self.name}({ast.unparse(function.args)})", ast.unparse(function)
-        return signature, (docstring or "").strip().split("\n")[0].strip(), source
 
     @property
     def what(self) -> str:
@@ -108,7 +76,7 @@ def stdlib_conversations(split: str, kinds: tuple[str, ...] = KINDS) -> Iterator
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: one of {', '.join(SPLITS)}")
-    for function in _deduplicated(library_functions(), split):
+    for function in _deduplicated(split):
         kind = kinds[hashlib.sha256(b"kind" + function.id.encode()).digest()[0] % len(kinds)]
         conversation = conversation_of(function, kind)
         if conversation is not None:
@@ -122,7 +90,7 @@ def copy_conversations() -> Iterator[dict]:
     in turn.
     """
     lengths = range(MIN_ANSWER_CHARACTERS, MAX_ANSWER_CHARACTERS + 1)
-    functions = [f for f in _deduplicated(library_functions(), "heldout") if len(f.source) in lengths]
+    functions = [f for f in _deduplicated("heldout") if len(f.source) in lengths]
     functions.sort(key=lambda f: hashlib.sha256(b"copy" + f.id.encode()).digest())
     for function, kind in zip(functions, cycle(COPY_KINDS), strict=False):
         yield {
@@ -180,63 +148,48 @@ def library_functions(include_tests: bool = False) -> tuple[SourceFunction, ...]
     Args:
         include_tests: also read the library's own test suite, if the interpreter ships it (Debian's does not).
     """
-    functions = list[SourceFunction]()
-    for parts, text, tree in parsed_files(_SKIPPED_FOLDERS if include_tests else _SKIPPED_FOLDERS | _TEST_FOLDERS):
-        module, lines = ".".join(part for part in parts if part != "__init__"), text.split("\n")
-        functions += _functions_in(tree, module, lines, prefix="")
-    return tuple(functions)
-
-
-def parsed_files(skipped: set[str]) -> Iterator[tuple[tuple[str, ...], str, ast.Module]]:
-    """(parts of its name, text, syntax tree) of each file of the standard library, sorted, without those folders."""
+    skipped = _SKIPPED_FOLDERS if include_tests else _SKIPPED_FOLDERS | _TEST_FOLDERS
     root = Path(sysconfig.get_paths()["stdlib"])
+    functions = list[SourceFunction]()
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if skipped.intersection(parts):
             continue
         try:
-            text = path.read_text(encoding="utf-8")
-            tree = _parse(text)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # old modules have invalid escapes
+                tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, ValueError):
             continue  # deliberately broken files of the test suite
-        yield parts, text, tree
+        functions += _functions_in(tree, ".".join(part for part in parts if part != "__init__"), prefix="")
+    return tuple(functions)
 
 
-def _parse(text: str) -> ast.Module:
-    """Parses without the collector of reference cycles, which looks at every new node again and doubles the time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old modules have invalid escapes
-            return ast.parse(text)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _functions_in(node: ast.AST, module: str, lines: list[str], prefix: str) -> Iterator[SourceFunction]:
+def _functions_in(node: ast.AST, module: str, prefix: str) -> Iterator[SourceFunction]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef):
-            yield from _functions_in(child, module, lines, f"{prefix}{child.name}.")
+            yield from _functions_in(child, module, f"{prefix}{child.name}.")
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
-            yield SourceFunction(module, f"{prefix}{child.name}", "\n".join(lines[first - 1 : child.end_lineno]))
+            if docstring := ast.get_docstring(child):
+                child.body = child.body[1:] or [ast.Pass()]
+            signature = source = ""
+            with suppress(ValueError):  # some nested f-strings
+                signature, source = f"{child.name}({ast.unparse(child.args)})", ast.unparse(child)
+            summary = (docstring or "").strip().split("\n")[0].strip()
+            yield SourceFunction(module, f"{prefix}{child.name}", signature, summary, source)
         elif isinstance(child, ast.If | ast.Try):
-            yield from _functions_in(child, module, lines, prefix)
+            yield from _functions_in(child, module, prefix)
 
 
-def _deduplicated(functions: Iterable[SourceFunction], split: str) -> Iterator[SourceFunction]:
+def _deduplicated(split: str) -> Iterator[SourceFunction]:
     """Functions of one split in the order of their ids' digests: each id once, and no held-out body that a training
     module has."""
+    functions = library_functions()
+    of_training = {f.source for f in functions if split_of(f.module) == "train"} if split != "train" else set()
     by_id: dict[str, SourceFunction] = {}
-    of_training = defaultdict[str, list[SourceFunction]](list)  # by name, which is a part of the body
     for function in functions:
-        if (own := split_of(function.module)) == "train":
-            of_training[function.name].append(function)
-        if own == split:
+        if split_of(function.module) == split:
             by_id.setdefault(function.id, function)
     for function in sorted(by_id.values(), key=lambda f: hashlib.sha256(f.id.encode()).digest()):
-        alike = of_training[function.name] if split != "train" else []
-        if all(function.source != other.source for other in alike):
+        if function.source not in of_training:
             yield function

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from draftsmith.recipes.demo_vision.scenes import CELLS, COLOURS, SHAPES, WORDS, Scene, Thing
+from demos.scenes import CELLS, COLOURS, SHAPES, WORDS, Scene, Thing
 
 REQUESTS = (
     "Describe the picture.",

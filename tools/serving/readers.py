@@ -2,7 +2,7 @@
 
     make readers      # installs the packages, then runs this for the demo, after `make demo-full`
 
-    python tests/serving/readers.py recipes/demo-full.yaml --work runs/readers --speculators PYTHON --vllm PYTHON \
+    python tools/serving/readers.py recipes/demo-full.yaml --work runs/readers --speculators PYTHON --vllm PYTHON \
       --modelopt PYTHON --nemo PYTHON
 
 Each PYTHON is that of an environment with the package; a reader without one is left out, and named. The exit code is 1

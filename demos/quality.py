@@ -1,6 +1,6 @@
 """How good generated pictures are: do they show what the caption says, and are they as varied as real ones?
 
-    python -m draftsmith.recipes.demo_lantern.quality runs/demo-lantern/eval
+    python -m demos.quality runs/demo-lantern/eval
 
 Reads the folder's generations.jsonl and prints a row for each contender:
 
@@ -31,13 +31,13 @@ from rich.table import Table
 from rich.text import Text
 from transformers import AutoConfig, AutoTokenizer, Emu3ForConditionalGeneration
 
+from demos.classifier import Classifier, load_classifier
+from demos.codes import CODES, decoded, encoded, pictures_of_answers
+from demos.digits import GROUNDS, INKS, Caption, picture_at
 from draftsmith.recipes.command.cli import run
-from draftsmith.recipes.demo_lantern.classifier import Classifier, load_classifier
-from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pictures_of_answers
-from draftsmith.recipes.demo_lantern.pictures import GROUNDS, INKS, Caption, picture_at
 from draftsmith.recipes.errors import UserError
 
-TARGET = Path(__file__).parent / "target"
+TARGET = Path(__file__).parents[1] / "recipes" / "demo_lantern" / "target"
 REAL_PICTURES = 2000  # compared with; at least one a caption
 
 

@@ -1,9 +1,9 @@
 """Regeneration by the decoding loop against transformers' `generate` and `generate_batch`, and against reading what it
 wrote as capture does, alternating in one run.
 
-    python tests/bench/regenerate.py                 # the demo's target and prompts, greedy, float32
-    python tests/bench/regenerate.py --prompts more.jsonl --target my-target        # as data.prompts names them
-    python tests/bench/regenerate.py --drafter runs/demo/drafter --batch-size 1   # and drafted
+    python tools/bench/regenerate.py                 # the demo's target and prompts, greedy, float32
+    python tools/bench/regenerate.py --prompts more.jsonl --target my-target        # as data.prompts names them
+    python tools/bench/regenerate.py --drafter runs/demo/drafter --batch-size 1   # and drafted
 
 Prints tokens per second of each round and each way: the answers', and with the prompts', which reading needs, too. All
 answer the same prompts with the same tokens.
@@ -79,7 +79,7 @@ def continuous(model, prompts: list[list[int]], args: argparse.Namespace, stops:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", default="stdlib:heldout")
+    parser.add_argument("--prompts", default=str(ROOT / "recipes/demo_prompts/stdlib-heldout.jsonl.gz"))
     parser.add_argument("--count", type=int, default=128, help="of the prompts, at most")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--max-new-tokens", type=int, default=256)

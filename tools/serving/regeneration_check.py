@@ -1,7 +1,7 @@
 """Regenerates prompts by servers that are killed once, and compares the token ids with the in-process writer's.
 
-    python tests/serving/regeneration_check.py recipes/demo.yaml --work runs/regeneration_check --vllm ~/vllm/bin/python
-    python tests/serving/regeneration_check.py recipes/demo.yaml --work runs/regeneration_check \
+    python tools/serving/regeneration_check.py recipes/demo.yaml --work runs/regeneration_check --vllm ~/vllm/bin/python
+    python tools/serving/regeneration_check.py recipes/demo.yaml --work runs/regeneration_check \
       --llama-server ~/llama.cpp/build/bin/llama-server --target-gguf target.gguf
 
 The target must be a folder; it runs in float32, and answers are greedy. With pictures (recipes/demo-vision.yaml), vLLM

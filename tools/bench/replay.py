@@ -1,7 +1,7 @@
 """Replay against decoding: seconds, and whether the rounds are the same, over the same answers in one run.
 
-    python tests/bench/replay.py                                  # the demo pair; `make demo-full` trains the drafter
-    python tests/bench/replay.py --answers 100 --batch-sizes 8 32 128 --threads 2
+    python tools/bench/replay.py                                  # the demo pair; `make demo-full` trains the drafter
+    python tools/bench/replay.py --answers 100 --batch-sizes 8 32 128 --threads 2
 
 Answers are decoded plainly once, untimed. Then, for each tree, decoding and replay take turns, several times.
 Everything counts: prefill on the one side; the target's pass over prompts and answers, the check of whose answers they
@@ -29,7 +29,7 @@ from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection, TreeSection
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[2]
 TREES = {
     "chain of 5": TreeSection(policy="chain", nodes=6),
     "tree of 60": TreeSection(policy="eagle2", nodes=60),
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(ROOT / "recipes/demo_target"))
     parser.add_argument("--drafter", default=str(ROOT / "runs/demo-full/drafter"))
-    parser.add_argument("--prompts", default="stdlib:heldout")
+    parser.add_argument("--prompts", default=str(ROOT / "recipes/demo_prompts/stdlib-heldout.jsonl.gz"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--answers", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=256, help="most tokens of an answer")

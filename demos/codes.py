@@ -6,7 +6,7 @@ from typing import Any
 import numpy
 import torch
 
-from draftsmith.recipes.demo_lantern.pictures import CELL, PIXELS
+from demos.digits import CELL, PIXELS
 
 SIDE = PIXELS // CELL
 CODES = SIDE * SIDE  # of a picture, row by row

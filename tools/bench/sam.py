@@ -1,6 +1,6 @@
 """What SAM-Decoding's structures cost: sorting a corpus, its bytes, a look-up; and a token of the dynamic automaton.
 
-    python tests/bench/sam.py                        # corpora of 1, 4 and 16 million tokens, each in its own process
+    python tools/bench/sam.py                        # corpora of 1, 4 and 16 million tokens, each in its own process
 
 The text is synthetic: tokens of a Zipf law over a vocabulary of 32,000, in documents of 500 tokens, with passages of 50
 to 400 tokens that occur elsewhere, a fifth of the text or so. A look-up finds the longest suffix of a text and drafts

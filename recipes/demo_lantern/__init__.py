@@ -1,1 +1,0 @@
-"""LANTERN's demo: pictures of handwritten digits, their captions, and how good generated ones are."""

@@ -1,0 +1,113 @@
+"""What the demos ask: shipped files are what `demos.prompts` writes; splits of the library share nothing."""
+
+import ast
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demos import stdlib
+from demos.prompts import OUT, caption_conversations, scene_conversations
+from demos.stdlib import copy_conversations, split_of, stdlib_conversations
+from draftsmith.recipes.prompts.pictures import read_picture
+from draftsmith.recipes.prompts.reader import read_conversations
+from draftsmith.recipes.prompts.records import Conversation
+from draftsmith.recipes.prompts.rejects import Rejects
+from draftsmith.recipes.prompts.sources import records
+
+
+def shipped(name: str) -> list[Conversation]:
+    rejects = Rejects()
+    found = list(read_conversations(str(OUT / f"{name}.jsonl.gz"), rejects))
+    assert not rejects.total
+    return found
+
+
+def test_shipped_pictures_and_captions_are_those_that_the_program_makes(tmp_path: Path) -> None:
+    """Pictures by their pixels: another zlib packs them in other bytes."""
+    for split, rows in (("train", 3600), ("heldout", 360)):
+        found = [record for _, record in records(str(OUT / f"captions-{split}.jsonl.gz"), Rejects())]
+        assert found == list(caption_conversations(split)) and len(found) == rows
+    for split, rows in (("train", 2000), ("heldout", 160)):
+        found = shipped(f"scenes-{split}")
+        assert len(found) == rows
+        for conversation, made in itertools.islice(zip(found, scene_conversations(split), strict=False), 20):
+            one, other = json.loads(json.dumps(conversation.messages)), made["messages"]
+            pictures = [read_picture(each[0]["content"][0].pop("url"), tmp_path).image for each in (one, other)]
+            assert (conversation.id, one) == (made["id"], other)
+            assert pictures[0].tobytes() == pictures[1].tobytes()
+
+
+def test_shipped_questions_keep_the_library_s_modules_apart() -> None:
+    names = ("train", "heldout", "copy")
+    train, heldout, copied = ([each.meta["module"] for each in shipped(f"stdlib-{name}")] for name in names)
+    assert (len(train), len(heldout), len(copied)) == (5173, 617, 715)
+    assert {split_of(module) for module in train} == {"train"}
+    assert {split_of(module) for module in heldout + copied} == {"heldout"}
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in place of the standard library."""
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(stdlib, "library_functions", stdlib.library_functions.__wrapped__)  # without its cache
+    return tmp_path
+
+
+def test_every_module_is_in_one_split(library: Path) -> None:
+    names = [f"module{number}" for number in range(100)]
+    for name in names:
+        body = "".join(f"    value_{line} = {name!r} + str({line})\n" for line in range(5))
+        (library / f"{name}.py").write_text(f"def function():\n    'Do.'\n{body}    return value_0\n")
+    train, heldout = ({each["meta"]["module"] for each in stdlib_conversations(split)} for split in stdlib.SPLITS)
+    assert train | heldout == set(names)
+    assert not train & heldout
+    assert len(train) > len(heldout) > 0
+    copied = list(copy_conversations())
+    assert {each["meta"]["module"] for each in copied} == heldout
+    assert {each["meta"]["category"] for each in copied} == {"edit", "again"}
+    for conversation in copied:
+        first, second, third = (message["content"] for message in conversation["messages"])
+        if conversation["meta"]["category"] == "again":
+            assert (second, third) == (first.replace("function()", "function_v2()"), first) and second != first
+        else:
+            assert first.endswith("\n    return value_0") and "`function` to `function_v2`" in second
+
+
+def test_a_held_out_function_that_a_training_module_has_is_left_out(library: Path) -> None:
+    body = "".join(f"    value_{line} = str({line})\n" for line in range(8))
+    heldout, train = (next(f"m{i}" for i in range(100) if split_of(f"m{i}") == split) for split in ("heldout", "train"))
+    (library / f"{train}.py").write_text(f"def both():\n{body}")
+    (library / f"{heldout}.py").write_text(f"def both():\n    # the same\n{body}\ndef own():\n{body}")
+    assert [each["id"].split("/")[2] for each in stdlib_conversations("heldout")] == ["own"]
+
+
+def test_a_function_of_the_library_is_read_as_it_stands_in_its_file(library: Path) -> None:
+    text = '''
+class Queue:
+    if True:
+        @property
+        @wraps(
+            first)
+        async def size(self, *, wait=1):
+            """Return it.
+
+            More."""
+            text = """a
+  b\f
+"""
+            return text  # a comment
+
+def stub(): "Do nothing."
+'''
+    (library / "queue.py").write_text(text)
+    size, stub_ = stdlib.library_functions()
+    assert (size.id, size.what, stub_.id) == ("stdlib/queue/Queue.size", "method", "stdlib/queue/stub")
+    assert (size.signature, size.summary) == ("size(self, *, wait=1)", "Return it.")
+    tree: Any = ast.parse(text).body[0]
+    whole = tree.body[0].body[0]
+    del whole.body[0]
+    assert size.source == ast.unparse(whole) and "a\\n  b" in size.source
+    assert (stub_.signature, stub_.summary, stub_.source) == ("stub()", "Do nothing.", "def stub():\n    pass")
