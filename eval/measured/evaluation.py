@@ -154,7 +154,7 @@ def publish_results(
     for note in notes:
         print(note)
     print_table(read_acceptance(path))
-    print_written([path, log, *write_report(recipe)])
+    print_written([path, log, write_report(recipe)])
 
 
 def precision_notes(lineup: Lineup, contenders: Sequence[Contender]) -> list[str]:
