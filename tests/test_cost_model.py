@@ -295,19 +295,19 @@ def test_what_was_measured_here_is_not_measured_again(tmp_path: Path, monkeypatc
     path, known = tmp_path / "costs.json", dict[str, Parts]()
     costs = measured(known, 2)
     assert timed == ["plain", "probe"] * measuring.PASSES and len(known) == 2
-    keep_known(path, {"cpu": "a"}, {"context": 3}, known)
-    again = read_known(path, {"cpu": "a"}, {"context": 3})
+    keep_known(path, "a", known)
+    again = read_known(path, "a")
     assert measured(again, 2) == costs and not timed  # to the last digit
     measured(again, 2, 9, deadline=0.0)  # chains of 1, 2 and 8 tokens; the first is known
     assert timed == ["probe"] * 2 and len(again) == 4  # one pass, however little time there is
-    assert not read_known(path, {"cpu": "b"}, {"context": 3}) and not read_known(path, {"cpu": "a"}, {"context": 4})
-    assert not read_known(tmp_path / "none.json", {"cpu": "a"}, {"context": 3})
-    keep_known(path, {"cpu": "a"}, {"context": 4}, known)
-    assert read_known(path, {"cpu": "a"}, {"context": 3}) == read_known(path, {"cpu": "a"}, {"context": 4}) == known
-    keep_known(path, {"cpu": "b"}, {"context": 4}, known)  # takes the place of the other machine's
-    assert not read_known(path, {"cpu": "a"}, {"context": 4})
+    assert not read_known(path, "b") and not read_known(tmp_path / "none.json", "a")
+    for key in map(str, range(measuring.KEPT - 1)):
+        keep_known(path, key, again)
+    assert read_known(path, "a") == known and read_known(path, "0") == again
+    keep_known(path, "b", known)  # the oldest goes
+    assert not read_known(path, "a") and read_known(path, "0") and read_known(path, "b")
     path.write_text(path.read_text()[:-9])
-    assert not read_known(path, {"cpu": "b"}, {"context": 4})
+    assert not read_known(path, "b")
 
 
 def test_contexts_are_of_the_length_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

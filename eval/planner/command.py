@@ -137,7 +137,7 @@ def print_ranking(plan: Plan) -> None:
         cells = [f"{row.numbers['tree_nodes_per_round']:.1f}", f"{row.numbers['tau']:.2f}"]
         for numbers in filter(None, (row.numbers, row.measured)):
             cells += [f"{numbers['speedup']:.2f}", interval_text(numbers["speedup_interval"])]
-        lines.append((row.speedup, Text(row.short_name, style="bold" if row is plan.best else ""), cells))
+        lines.append((row.speedup, Text(row.name, style="bold" if row is plan.best else ""), cells))
     for _, name, cells in sorted(lines, key=lambda line: -line[0]):
         table.add_row(name, *cells)
     Console().print(table)
@@ -148,13 +148,13 @@ def print_choice(plan: Plan) -> None:
     first = plan.rows[0]
     if plan.best is None:
         print(
-            f"Nothing is expected to beat plain decoding here: the best, {first.short_name}, gives "
+            f"Nothing is expected to beat plain decoding here: the best, {first.name}, gives "
             f"{first.speedup:.2f} of its speed. Decode without a drafter, or train it further."
         )
     else:
         shares = first.numbers["time_share"]
         print(
-            f"Fastest: {first.short_name}: {first.numbers['tau']:.2f} tokens a round, which takes "
+            f"Fastest: {first.name}: {first.numbers['tau']:.2f} tokens a round, which takes "
             f"{first.seconds / plan.costs.plain:.2f} rounds of plain decoding ({shares['draft']:.0%} drafting, "
             f"{shares['verify']:.0%} verifying): {first.speedup:.2f} times as fast."
         )

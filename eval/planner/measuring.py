@@ -33,6 +33,7 @@ from draftsmith.recipes.schema import TreeSection
 
 PASSES = 3
 ROUNDS = 9  # of a probe in each pass
+KEPT = 8  # machines and models whose costs are kept in a file
 SETTLING = 3  # first rounds to leave out: plain rounds took a sixth longer until caches held this model again
 
 
@@ -98,28 +99,22 @@ def _parts(rounds: Sequence[TimedRound]) -> Parts:
     return Parts(*size, draft, verify, rest, reading, (high - low) / middle if middle else 0.0)
 
 
-def read_known(path: Path, machine: dict[str, Any], models: dict[str, Any]) -> dict[str, Parts]:
-    """The probes that were measured on this machine for these models; none if there are none."""
-    for entry in _entries(path, machine):
-        if entry.get("models") == models:
-            return {name: Parts(*seconds) for name, seconds in entry["seconds"].items()}
-    return {}
+def read_known(path: Path, key: str) -> dict[str, Parts]:
+    """The probes that were measured before under `key`. A damaged file counts as none: all are measured again."""
+    return {name: Parts(*parts) for name, parts in _kept(path).get(key, {}).items()}
 
 
-def keep_known(path: Path, machine: dict[str, Any], models: dict[str, Any], known: dict[str, Parts]) -> None:
-    """Writes them for later plans, beside those for other models. Those of another machine are left out."""
-    others = [entry for entry in _entries(path, machine) if entry.get("models") != models]
-    content = {"machine": machine, "measured": [*others, {"models": models, "seconds": known}]}
-    atomic_write(path, json.dumps(content) + "\n")
+def keep_known(path: Path, key: str, known: dict[str, Parts]) -> None:
+    """Writes them for later plans, beside the last ones under other keys."""
+    others = [(other, parts) for other, parts in _kept(path).items() if other != key]
+    atomic_write(path, json.dumps({**dict(others[1 - KEPT :]), key: known}) + "\n")
 
 
-def _entries(path: Path, machine: dict[str, Any]) -> list[dict[str, Any]]:
-    """A damaged file counts as none: its costs are measured again."""
+def _kept(path: Path) -> dict[str, Any]:
     try:
-        content = json_object(path.read_bytes(), "machine", "measured")
+        return json_object(path.read_bytes())
     except (OSError, ValueError):
-        return []
-    return content["measured"] if content["machine"] == machine else []
+        return {}
 
 
 def timed_rounds(

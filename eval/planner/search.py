@@ -80,11 +80,6 @@ class Row:
         return self.contender.name
 
     @property
-    def short_name(self) -> str:
-        """The name without the drafter, which all candidates of a plan share."""
-        return self.name.removeprefix(f"{self.contender.kind}, ")
-
-    @property
     def tree(self) -> TreeSection:
         return self.contender.tree
 
@@ -226,7 +221,7 @@ def make_plan(
     """Replays contenders, measures the cost of their rounds, and sorts by the predicted speed-up.
 
     All are replayed along the first LOOK answers, and the costs measured. The slow ones are then dropped, and the
-    others replayed along the next answers, as far as eval.planner.seconds allow.
+    others replayed along the next answers, as far as eval.planner.seconds allow, of which a third is left in any case.
 
     Args:
         contenders, recording, answers: from `prepared`.
@@ -253,7 +248,9 @@ def make_plan(
                 rounds[name] += found
         seen += some
         seconds_each = (time.monotonic() - start) / len(kept)
-        if costs is None:  # half of the time that is left is for measuring
+        if costs is None:
+            # A look alone says too little. Half of the time that is left is for measuring.
+            deadline = max(deadline, time.monotonic() + section.planner.seconds / 3)
             costs = _costs(lineup, recipe, contenders, rounds, answers, (time.monotonic() + deadline) / 2)
         rows = ranked(costs, contenders, rounds, seen, section.bootstrap_samples, section.seed)
         best = rows[0].speedup
@@ -283,8 +280,8 @@ def _costs(
     """
     sampling, path = Sampling.of(recipe.eval), recipe.planner_costs_path
     context = recipe.eval.planner.context or mean_context(answers)
-    key = _machine(lineup), _measured(lineup, recipe, contenders[0], context)
-    known = read_known(path, *key)
+    key = _depend_on(lineup, recipe, contenders[0], context)
+    known = read_known(path, key)
     before = len(known)
     costs = measure_costs(
         lineup.target,
@@ -298,23 +295,17 @@ def _costs(
         deadline,
     )
     if len(known) > before and not costs.busy:
-        keep_known(path, *key, known)
+        keep_known(path, key, known)
     return costs
 
 
-def _machine(lineup: Lineup) -> dict[str, Any]:
-    """What all costs depend on."""
+def _depend_on(lineup: Lineup, recipe: Recipe, contender: Contender, context: int) -> str:
+    """What costs depend on beside the probe. A drafter's shape does, its weights do not."""
     about = lineup.made()
-    made = about["made"]
-    return {"device": about["device"], "dtype": about["dtype"]} | {
-        key: made[key] for key in ("hardware", "versions", "commit")
-    }
-
-
-def _measured(lineup: Lineup, recipe: Recipe, contender: Contender, context: int) -> dict[str, Any]:
-    """What costs depend on beside the machine and the probe. A drafter's shape does, its weights do not."""
     shape = None if contender.drafter is None else read_drafter_config(contender.drafter)[0]
     found = {
+        **{key: about[key] for key in ("device", "dtype")},
+        **{key: about["made"][key] for key in ("hardware", "versions", "commit")},
         "target": lineup.identity,
         "precision": precision_name(contender.quantization),
         "proposer": contender.proposer,
@@ -324,7 +315,7 @@ def _measured(lineup: Lineup, recipe: Recipe, contender: Contender, context: int
         "rows": recipe.eval.batch_size,
         "greedy": Sampling.of(recipe.eval).greedy,
     }
-    return json.loads(json.dumps(found))  # as a file returns it
+    return json.dumps(found, sort_keys=True)
 
 
 def _as_grown(tree: TreeSection, rounds: Sequence[Generation]) -> TreeSection:
