@@ -51,7 +51,8 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
     def __call__(self, x: Sequence[int]) -> np.ndarray:
-        return np.interp(x, *zip(*self.points, strict=True))
+        xs, seconds = zip(*self.points, strict=True)
+        return np.interp(x, xs, seconds)
 
 
 @dataclass(frozen=True)
