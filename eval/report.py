@@ -1,8 +1,8 @@
 """Rebuild report.html and print the table from the files of an evaluation, without decoding.
 
     python eval/report.py recipes/demo.yaml
-    python eval/report.py recipes/demo.yaml eval.report_answers=40 eval.png=true     # more answers, plots as PNG files
-    python eval/report.py recipes/demo.yaml --plan                                   # what it would read and write
+    python eval/report.py recipes/demo.yaml eval.report_answers=40     # with more answers
+    python eval/report.py recipes/demo.yaml --plan                     # what it would read and write
 
 Reads <eval.out>/acceptance.json and generations.jsonl, which eval/acceptance.py writes, and the metrics.jsonl beside
 the drafter if there is one. `eval.measured.metrics` defines the numbers.

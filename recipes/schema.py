@@ -1076,8 +1076,6 @@ class EvalSection(Section):
     """Seed of the bootstrap and, if temperature is above 0, of the sampling."""
     report_answers: CountOrZero = 12
     """Answers shown token by token in report.html."""
-    png: bool = False
-    """Also write the report's plots as PNG files."""
     out: str | None = None
     """Folder for acceptance.json, generations.jsonl and report.html. Default: <output_dir>/eval. Replay writes to its
     subfolder `replay`."""

@@ -1,5 +1,6 @@
 """An evaluation's files with made-up answers, and the page read back."""
 
+import base64
 import json
 import random
 from collections.abc import Iterable, Sequence
@@ -31,7 +32,7 @@ MADE = {
 }
 
 
-VOID = {"meta", "br", "path", "use", "rect", "img"}
+VOID = {"meta", "br", "img"}
 
 
 def generation(chance: random.Random, length: int, drafts: bool, name: str, benchmark: str, turn: int) -> Generation:
@@ -90,18 +91,23 @@ def evaluate(
 
 
 def page_of(recipe: Recipe) -> str:
-    (path, *_) = report_files.write_report(recipe)
-    return path.read_bytes().decode("utf-8")
+    return report_files.write_report(recipe).read_bytes().decode("utf-8")
+
+
+def figures_of(page: "Page") -> list[str]:
+    """The page's figures as SVG."""
+    head = "data:image/svg+xml;base64,"
+    return [base64.b64decode(s.removeprefix(head)).decode() for s in page.sources if s.startswith(head)]
 
 
 class Page(HTMLParser):
-    """Collects texts of elements by class, ids and tags; complains of elements that are not closed."""
+    """Collects texts of elements by class, tags and pictures; complains of elements that are not closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[tuple[str, str]] = []
         self.tags: list[str] = []
-        self.ids: list[str] = []
+        self.sources: list[str] = []  # of pictures
         self.answers: list[dict[str, Any]] = []
         self.tables_in: list[list[str]] = []
         self.text = ""
@@ -110,23 +116,19 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = {name: value or "" for name, value in attrs}
-        assert not [name for name in given if name.startswith("on") and name != "ontouchstart"]
+        assert not [name for name in given if name.startswith("on")]
         self.tags.append(tag)
-        self.ids += [given["id"]] if "id" in given else []
+        self.sources += [given["src"]] if tag == "img" else []
         if tag == "table":
             self.tables_in.append([cls for _, cls in self.open])
         if given.get("class") == "answer":
             self.answers.append({"first": "", "rounds": [], "text": ""})
         if given.get("class", "").startswith("r t"):
-            counts = int(given["data-a"]), int(given["data-n"])
-            self.answers[-1]["rounds"].append({"counts": counts, "i": [], "b": []})
+            self.answers[-1]["rounds"].append({"title": given["title"], "i": [], "b": []})
         if self._inside("answer") and tag in ("i", "b") and self.open[-1][1].startswith("r t"):
             self.answers[-1]["rounds"][-1][tag].append("")
         if tag not in VOID:
             self.open.append((tag, given.get("class", "")))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.ids += [value or "" for name, value in attrs if name == "id"]
 
     def handle_endtag(self, tag: str) -> None:
         if tag not in VOID:

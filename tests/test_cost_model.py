@@ -16,16 +16,26 @@ from draftsmith.eval.measured.metrics import summarise
 from draftsmith.eval.planner import measuring
 from draftsmith.eval.planner.cost_model import (
     BEAMS,
+    PLAIN_PROBE,
     PROBED_NODES,
-    SETTLING,
     Costs,
     Curve,
+    Parts,
+    costs_of,
     family,
     predicted,
     probe_trees,
     shape_of,
 )
-from draftsmith.eval.planner.measuring import ROUNDS, CostMeter, Samples, TimedRound, measure_costs, timed_rounds
+from draftsmith.eval.planner.measuring import (
+    ROUNDS,
+    SETTLING,
+    TimedRound,
+    keep_known,
+    measure_costs,
+    read_known,
+    timed_rounds,
+)
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import plain_rounds
 from draftsmith.models.draft_tree import Committed, DraftTree
@@ -43,20 +53,19 @@ from tests.planner_cases import doubter as doubter
 from tests.thinning import a_few
 
 
-def test_a_curve_is_medians_and_straight_lines_between_them() -> None:
-    curve = Curve.of({1: [3.0, 1.0, 2.0, 2.0], 9: [10.0] * 4, 5: [4.0, 4.0, 4.0, 90.0], 7: [1000.0]})
-    assert curve.points == ((1.0, 2.0), (5.0, 4.0), (9.0, 10.0))  # one sample tells nothing beside points with more
-    assert curve([1, 2, 5, 8, 9]).tolist() == [2.0, 2.5, 4.0, 8.5, 10.0]
-    assert Curve.of({3: [1.0]})([1, 3, 9]).tolist() == [1.0, 1.0, 1.0]
-    # The ends stay, however little is known of them.
-    assert Curve.of({1: [2.0], 5: [4.0] * 4, 9: [12.0]}).points == ((1.0, 2.0), (5.0, 4.0), (9.0, 12.0))
-
-
-def test_beyond_its_ends_a_curve_goes_on_and_never_falls() -> None:
-    curve = Curve(((2.0, 3.0), (4.0, 4.0), (8.0, 12.0)))
-    assert curve([0, 1, 9, 10]).tolist() == [2.0, 2.5, 14.0, 16.0]
-    assert Curve(((4.0, 1.0), (5.0, 9.0)))([1]).tolist() == [0.0]  # no time is below 0
-    assert Curve(((1.0, 5.0), (4.0, 3.0)))([0, 1, 4, 9]).tolist() == [5.0, 5.0, 3.0, 3.0]
+def test_costs_are_medians_and_straight_lines_between_them() -> None:
+    trees = {"a": tree_of(policy="chain", nodes=2), "b": tree_of(policy="chain", nodes=4)}
+    trees |= {str(n): tree_of(nodes=n, draft_calls=2, top_k=4) for n in (8, 16)}
+    parts = {PLAIN_PROBE: Parts(1, 0, 0.1, 1.0, 0.5)}
+    parts |= {"a": Parts(2, 1, 1.0, 2.0, 0.5, 3.0), "b": Parts(4, 3, 3.0, 6.0, 0.7, 5.0)}
+    parts |= {"8": Parts(8, 2, 4.0, 8.0, 1.0, 5.0), "16": Parts(16, 2, 6.0, 12.0, 1.0, 9.0)}
+    costs = costs_of(trees, parts, 10, 1)
+    assert (costs.plain, costs.prompt) == (1.6, 0.5)
+    assert costs.verify["chain"]([1, 2, 3, 4]).tolist() == [1.0, 2.0, 4.0, 6.0]
+    assert costs.verify["tree"]([1, 8, 10, 16]).tolist() == [1.0, 8.0, 9.0, 12.0]
+    assert costs.draft["chain"]([1, 2, 3]).tolist() == [1.0, 2.0, 3.0]
+    assert costs.draft["eagle2, top_k 4"]([2]).tolist() == [5.0]  # of two probes with as many calls
+    assert not costs.busy and costs_of(trees, parts | {PLAIN_PROBE: Parts(1, 0, 0, 1, 0, 0, 0.3)}, 10, 1).busy
 
 
 def made_up_costs(tree: TreeSection, seed: int = 0) -> Costs:
@@ -68,7 +77,6 @@ def made_up_costs(tree: TreeSection, seed: int = 0) -> Costs:
     shape = shape_of(tree)
     return Costs(
         plain=draw.uniform(1, 2),
-        plain_spread=(1.0, 1.0),
         verify={"chain": Curve(((1.0, 1.0),)), shape: curve([1, 3, 8, 20])},
         rest={shape: curve([1, 6, 20])},
         draft={family(tree): curve([1, 2, 5])},
@@ -116,7 +124,7 @@ def test_an_answer_of_one_token_costs_nothing() -> None:
 @pytest.mark.parametrize("kinds", [[0], [4], [2], [1, 4], [0, 3, 4], [2, 5], [8], [8, 9], list(range(10))], ids=str)
 def test_probes_cover_every_round_that_candidates_may_lead_to(kinds: list[int]) -> None:
     trees = [tree_of(**KINDS[kind]) for kind in kinds]
-    probes = probe_trees(trees)
+    probes = list(probe_trees(trees).values())
     calls: dict[str, set[int]] = {}
     nodes: dict[str, set[int]] = {"chain": {1}, "tree": {1}}  # plain decoding is always probed
     for probe in probes:
@@ -136,12 +144,6 @@ def test_probes_cover_every_round_that_candidates_may_lead_to(kinds: list[int]) 
     assert len(probes) == len({probe.model_dump_json() for probe in probes})
 
 
-def test_probes_of_trees_without_a_limit_have_one() -> None:
-    probes = probe_trees([tree_of(**KINDS[10])])
-    assert max(probe.most for probe in probes) == PROBED_NODES[-1]
-    assert set(PROBED_NODES) <= {probe.most for probe in probes}
-
-
 @pytest.mark.parametrize(
     "kind", a_few([{"policy": "chain", "nodes": 5}, *KINDS[1:7], *KINDS[8:10]], KINDS[3], KINDS[8]), ids=str
 )
@@ -155,7 +157,7 @@ def test_probes_never_stop_early(kind: dict[str, Any], doubter: Path) -> None:
             "c2t": tree.c2t.model_copy(update={"classifier": str(doubter), "beta": 1.0}),
         }
     )
-    for probe in probe_trees([strict]):
+    for probe in probe_trees([strict]).values():
         rounds = list(timed_rounds(target, proposer_of(target, drafter, probe), [PROMPTS[0]]))
         assert [r.number for r in rounds] == list(range(ROUNDS))
         assert {r.calls for r in rounds} == {probe.calls}
@@ -240,10 +242,8 @@ def test_each_second_is_charged_where_it_passes(rows: int, sampling: Sampling, m
     monkeypatch.setattr(TargetSession, "verify", slow_verify)
     monkeypatch.setattr(TargetSession, "commit", slow_commit)
     tree = tree_of(policy="chain", nodes=2)
-    costs = measure_costs(
-        target, lambda tree: SlowProposer(clock), [tree], [[11, 12, 13, 14]], 3, sampling, rows, repeats=2
-    )
-    assert (costs.plain, costs.plain_spread, costs.busy) == (11, (11, 11), False)
+    costs = measure_costs(target, lambda tree: SlowProposer(clock), [tree], [[11, 12, 13, 14]], 3, sampling, rows)
+    assert (costs.plain, costs.busy) == (11, False)
     assert costs.verify["chain"].points == ((1.0, 10.0), (2.0, 20.0))
     assert costs.rest["chain"].points == ((1.0, 1.0), (2.0, 1.0))
     assert costs.draft == {"chain": Curve(((1.0, 5.0),))}
@@ -251,85 +251,63 @@ def test_each_second_is_charged_where_it_passes(rows: int, sampling: Sampling, m
     assert (costs.context, costs.rows) == (3, rows)
 
 
-def test_a_machine_s_pace_cancels_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything takes three times as long in some repeats, and grows slower within one: a probe's plain rounds do."""
+def test_a_slow_pass_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything takes five times as long in one pass."""
     clock, target = Clock(), Target(make_target())
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(measuring, "ROUNDS", SETTLING + 1)
-    pace, probes = [1.0], itertools.count()
+    calls = itertools.count()
     verify, rounds = TargetSession.verify, timed_rounds
+    pace = [1]
 
     def slow_verify(self: TargetSession, tree: DraftTree) -> Any:
-        clock.now += pace[0] * (10 if tree.nodes == 1 else 20)
+        clock.now += pace[0] * 10 * tree.nodes
         return verify(self, tree)
 
     def slower(*arguments: Any) -> Any:
-        repeat, place = divmod(next(probes) + 2, 3)  # the warm-up; then plain, the probe, plain
-        pace[0] = (1, 1, 3, 1, 3)[repeat] * (1 + place / 10)
+        pace[0] = (1, 5, 1)[next(calls) // 2]  # plain decoding and the probe take turns
         return rounds(*arguments)
 
     monkeypatch.setattr(TargetSession, "verify", slow_verify)
     monkeypatch.setattr(measuring, "timed_rounds", slower)
-    made = QuickProposer(clock)
-    costs = measure_costs(target, lambda tree: made, [tree_of(policy="chain", nodes=2)], [[11, 12, 13]], 3, repeats=4)
-    assert costs.probes == {"chain, 2 nodes, 1 calls": pytest.approx((2.0,) * 4)}
-    assert costs.verify["chain"]([2]) / costs.verify["chain"]([1]) == pytest.approx(2.0, rel=0.05)
-    assert len(costs.repeats) == 4
+    tree = tree_of(policy="chain", nodes=2)
+    costs = measure_costs(target, lambda tree: QuickProposer(clock), [tree], [[11, 12, 13]], 3)
+    assert costs.plain == 10 and costs.verify["chain"].points == ((1.0, 10.0), (2.0, 20.0))
     assert costs.busy  # it is told all the same
-    assert costs.to_dict()["probes_in_plain_rounds_by_repeat"] == {"chain, 2 nodes, 1 calls": [2.0] * 4}
 
 
 def test_what_was_measured_here_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[str] = []
     target, clock, pace = Target(make_target()), Clock(), itertools.count(1)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
 
-    def meter(path: Path, machine: str, *nodes: int) -> CostMeter:
-        timed.clear()
-        trees = [tree_of(policy="chain", nodes=n) for n in nodes]
-        samples = Samples.read(path, {"cpu": machine}, {"context": 3})
-        return CostMeter(target, lambda tree: QuickProposer(clock), trees, [[11, 12, 13]], 3, samples=samples)
-
-    def rounds(at: Target, proposer: Any, prompts: Any, sampling: Any, rounds: int) -> list[TimedRound]:
+    def rounds(at: Target, proposer: Any, prompts: Any, sampling: Any) -> list[TimedRound]:
         timed.append("plain" if proposer is None else "probe")
         nodes = 1 if proposer is None else 2
-        return [TimedRound(i, nodes, nodes - 1, 0.1 / next(pace), nodes / 3, 0.1) for i in range(rounds)]
+        return [TimedRound(i, nodes, nodes - 1, 0.1 / next(pace), 1.0, 0.1) for i in range(ROUNDS)]
+
+    def measured(known: dict[str, Parts], *nodes: int, deadline: float = float("inf")) -> Costs:
+        timed.clear()
+        trees = [tree_of(policy="chain", nodes=n) for n in nodes]
+        settings: dict[str, Any] = {"known": known, "deadline": deadline}
+        return measure_costs(target, lambda tree: QuickProposer(clock), trees, [[11, 12, 13]], 3, **settings)
 
     monkeypatch.setattr(measuring, "timed_rounds", rounds)
-    path = tmp_path / "costs.json"
-    first = meter(path, "a", 2)
-    first.measure(first.trees, 3)
-    assert (first.known, first.measured, timed.count("probe")) == (0, 3, 1 + 3)
-    first.samples.keep(path, {"cpu": "a"}, {"context": 3})
-    again = meter(path, "a", 2)
-    again.measure(again.trees, 3)
-    assert (again.known, again.measured, timed) == (1, 0, [])
-    assert again.costs() == first.costs()  # to the last digit
-    again.measure(again.trees, 4)
-    assert again.measured == 1 and timed.count("probe") == 1 + 1
-    more = meter(path, "a", 2, 9)  # chains of 1, 2 and 8 tokens; the first is known
-    more.measure(more.trees, 1)
-    assert (len(more.probes), more.known, more.measured) == (3, 1, 2)
-    for stale in (meter(path, "b", 2), meter(tmp_path / "none.json", "a", 2)):
-        assert not stale.samples.rounds
-    more.samples.keep(path, {"cpu": "b"}, {"context": 4})  # takes the place of the other machine's
-    assert not meter(path, "a", 2).samples.rounds
-    path.write_text(path.read_text().replace('"plain":', '"plane":'))
-    assert not Samples.read(path, {"cpu": "b"}, {"context": 4}).rounds
-
-
-def test_time_that_is_over_ends_the_repeats_but_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "ROUNDS", SETTLING + 1)
-    target, drafter = pair_of("llama", None)
-    trees = [tree_of(policy="chain", nodes=2), tree_of(policy="eagle2", nodes=8, draft_calls=2, top_k=4)]
-    meter = CostMeter(target, lambda tree: proposer_of(target, drafter, tree), trees, [PROMPTS[0]], 9)
-    meter.measure(trees[:1], 3, deadline=0.0)
-    assert [len(meter.samples.rounds[name]) for name in meter.probes] == [1, 0, 0]
-    meter.measure(trees, 2)
-    assert {len(meter.samples.rounds[name]) for name in meter.probes} == {2}
-    meter.measure(trees[:1], 3)
-    # A repeat without trees tells about chains alone.
-    assert [set(each.draft) for each in meter.costs().repeats] == [{"chain", "eagle2, top_k 4"}] * 2 + [{"chain"}]
+    path, known = tmp_path / "costs.json", dict[str, Parts]()
+    costs = measured(known, 2)
+    assert timed == ["plain", "probe"] * measuring.PASSES and len(known) == 2
+    keep_known(path, "a", known)
+    again = read_known(path, "a")
+    assert measured(again, 2) == costs and not timed  # to the last digit
+    measured(again, 2, 9, deadline=0.0)  # chains of 1, 2 and 8 tokens; the first is known
+    assert timed == ["probe"] * 2 and len(again) == 4  # one pass, however little time there is
+    assert not read_known(path, "b") and not read_known(tmp_path / "none.json", "a")
+    for key in map(str, range(measuring.KEPT - 1)):
+        keep_known(path, key, again)
+    assert read_known(path, "a") == known and read_known(path, "0") == again
+    keep_known(path, "b", known)  # the oldest goes
+    assert not read_known(path, "a") and read_known(path, "0") and read_known(path, "b")
+    path.write_text(path.read_text()[:-9])
+    assert not read_known(path, "b")
 
 
 def test_contexts_are_of_the_length_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,19 +318,11 @@ def test_contexts_are_of_the_length_that_was_asked_for(monkeypatch: pytest.Monke
         TargetSession, "prefill", lambda at, prompts, **_: read.extend(map(list, prompts)) or prefill(at, prompts)
     )
     chain = tree_of(policy="chain", nodes=2)
-    measure_costs(target, lambda tree: SlowProposer(Clock()), [chain], [[11, 12], [13, 14, 15]], 8, repeats=2)
+    measure_costs(target, lambda tree: SlowProposer(Clock()), [chain], [[11, 12], [13, 14, 15]], 8)
     assert {tuple(tokens) for tokens in read} == {(11, 12, 13, 14, 15, 11, 12, 13), (13, 14, 15, 11, 12, 13, 14, 15)}
     costs = measure_costs(
-        target, lambda tree: SlowProposer(Clock()), [tree_of(policy="chain", nodes=4)], [[11, 12]], 1000, repeats=1
+        target, lambda tree: SlowProposer(Clock()), [tree_of(policy="chain", nodes=4)], [[11, 12]], 1000
     )
     assert costs.context == 64 - 1 - ROUNDS * 4  # what is left beside the rounds that are decoded
     with pytest.raises(UserError, match="leave no context in the target's 64 positions"):
-        measure_costs(
-            target, lambda tree: SlowProposer(Clock()), [tree_of(policy="chain", nodes=40)], [[11, 12]], 9, repeats=1
-        )
-
-
-def test_a_busy_machine_is_noticed() -> None:
-    costs = made_up_costs(CHAIN)
-    assert not replace(costs, plain=1.0, plain_spread=(0.97, 1.05)).busy
-    assert replace(costs, plain=1.0, plain_spread=(0.9, 1.4)).busy
+        measure_costs(target, lambda tree: SlowProposer(Clock()), [tree_of(policy="chain", nodes=40)], [[11, 12]], 9)

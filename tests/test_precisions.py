@@ -9,7 +9,7 @@ import pytest
 from draftsmith.eval.decoding import contenders as lineups
 from draftsmith.eval.decoding.contenders import check_contenders, contenders_of
 from draftsmith.eval.measured import evaluation
-from draftsmith.eval.page import files
+from draftsmith.eval.page import files, summary
 from draftsmith.eval.recorded.replay_contenders import recording_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
@@ -61,7 +61,7 @@ def test_rows_of_another_precision_have_their_own_plain_decoding(place: Path, tm
     assert hierarchy["inner_tau"] == pytest.approx(sum(map(sum, inner)) / sum(map(len, inner)) + 1, abs=1e-3)
     assert hierarchy["draft_calls_per_round"] >= 3
     page = Page((tmp_path / "report.html").read_text()).text
-    assert "hierarchy: a verification by the small model yields" in page
+    assert f"Tokens per verification by the small model: hierarchy {hierarchy['inner_tau']:.2f}." in page
 
 
 def test_greedy_answers_of_coarse_precisions_are_reported_as_shares() -> None:
@@ -73,7 +73,7 @@ def test_greedy_answers_of_coarse_precisions_are_reported_as_shares() -> None:
             for name, each in precision.items()
         }
         about = {"mode": "decode", "temperature": 0, "dtype": "float32", "contender": "exact", "lossless": True}
-        return files._equality(about | {"contenders": rows})
+        return summary.equality(about | {"contenders": rows})
 
     assert told() == "Answers, token for token: all those of plain decoding."
     coarse = "int8 rounds: longer forwards, other last bits."

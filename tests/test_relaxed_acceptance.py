@@ -72,8 +72,8 @@ def test_a_relaxed_contender_is_measured_told_and_not_replayed(
     assert rows["relaxed"]["matches_target"] is (False if greedy else None)
     # The report says whose output is not the target's, and takes it for no defect.
     page = " ".join(Page((recipe.eval_out / "report.html").read_text()).text.split())
-    assert "but not of relaxed: their output is not the target's" in table and "defect" not in table
-    assert "Not lossless: relaxed: their output is not the target's" in page and "take this for a defect" not in page
+    for text in (table, page):
+        assert "but not of relaxed: their output is not the target's" in text and "defect" not in text
     # Replay takes the answers of all others.
     evaluation.evaluate_by_replay(recipe, [exact], plan=False)
     replayed = files.read_acceptance(recipe.eval_out / "replay/acceptance.json")

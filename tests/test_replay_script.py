@@ -222,7 +222,7 @@ def test_automatic_rows_replay_the_trees_that_decoding_chose(
     tree = {"policy": "svip", "svip": {"h": 0.45}, "draft_calls": 5}
     monkeypatch.setattr(evaluation, "check_automatic", lambda *_: None)
     monkeypatch.setattr(evaluation, "choose_tree", lambda *_: TreeSection.model_validate(tree))
-    monkeypatch.setattr(evaluation, "write_report", lambda *_: [])
+    monkeypatch.setattr(evaluation, "write_report", lambda *_: Path("report.html"))
     out, chain = place / "run/automatic", {"name": "chain", "tree": {"policy": "chain"}}
     also = [{"name": "beside", "tree": {"policy": "auto"}, "router": {}}, chain]
     automatic = "eval.tree={policy: auto}", f"eval.also={json.dumps(also)}", f"eval.out={out}"

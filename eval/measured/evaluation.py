@@ -27,7 +27,7 @@ from draftsmith.eval.page.files import (
     write_acceptance,
     write_report,
 )
-from draftsmith.eval.planner.command import choose_tree, lean
+from draftsmith.eval.planner.command import choose_tree, recipe_keys
 from draftsmith.eval.planner.search import candidates_of, prepared
 from draftsmith.eval.recorded.replay import Agreement
 from draftsmith.eval.recorded.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
@@ -87,7 +87,7 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
         lineup = Lineup(recipe.target)
         asked_for, contenders = contenders, with_chosen_trees(lineup, recipe, contenders)
         pairs = zip(asked_for, contenders, strict=True)
-        chosen = {before.name: lean(after.tree) for before, after in pairs if before.tree.policy == "auto"}
+        chosen = {before.name: recipe_keys(after.tree) for before, after in pairs if before.tree.policy == "auto"}
         with keeping_answers(partial_log(recipe)) as file:
             results = decode_all(lineup, recipe, contenders, asked, file, rejects)
             file.close()
@@ -154,7 +154,7 @@ def publish_results(
     for note in notes:
         print(note)
     print_table(read_acceptance(path))
-    print_written([path, log, *write_report(recipe)])
+    print_written([path, log, write_report(recipe)])
 
 
 def precision_notes(lineup: Lineup, contenders: Sequence[Contender]) -> list[str]:

@@ -27,20 +27,23 @@ token of the target. Only the last round may lack it (last_round_cut).
 """
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.eval.page.file_shapes import Record, check, clean, load
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.json_text import json_object
 
 if TYPE_CHECKING:  # the report is built again without loading torch
     from transformers import PreTrainedTokenizerBase
 
     from draftsmith.eval.decoding.decode import Generation
 
-BEGINNING = re.compile(rb'\{"contender": ("(?:[^"\\]|\\.)*"), .*\}\s*', re.S)
+NEEDED = ("benchmark", "conversation_id", "turn", "accepted_per_round", "tree_nodes")
+UNUSABLE = (
+    "it is damaged, or of another run or version: run `draftsmith evaluate` again, or move the file away for a report "
+    "without answers"
+)
 LEFT_OUT = ("pictures", "inner_accepted", "drafted_by", "moved", "image")  # where they are empty
 WINDOW = 4  # most tokens per character: UTF-8 has at most four bytes
 
@@ -53,46 +56,21 @@ def record_of(
     return {"contender": contender} | fields | {"text": text} | (shown or {})
 
 
-def read_generations(
-    path: Path, contender: str, faults: list[str], shape: type[Record] = Record
-) -> Iterator[dict[str, Any]]:
+def read_generations(path: Path, contender: str) -> Iterator[dict[str, Any]]:
     """Yields the lines of one contender, in order. Files of large runs do not fit into memory.
 
-    Args:
-        contender: the name, as it is or after `clean`.
-        faults: gets a sentence for each unusable line that may be this contender's.
-
     Raises:
-        UserError: the file cannot be opened.
+        UserError: a line is damaged.
     """
-    contender = clean(contender)
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    with file:
+    beginning = json.dumps({"contender": contender})[:-1].encode() + b","  # others need not be parsed
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip() or _of_another(line, contender):
-                continue
-            try:
-                record = load(line)
-                name = record.get("contender")
-                if isinstance(name, str) and clean(name) != contender:
-                    continue
-                check(record, shape)
-            except ValueError as error:
-                faults.append(f"{path}:{number}: {error}")
-                continue
-            yield record
-
-
-def _of_another(line: bytes, contender: str) -> bool:
-    """Whether the line begins like another contender's; such lines need not be parsed."""
-    beginning = BEGINNING.fullmatch(line)
-    try:
-        return beginning is not None and clean(json.loads(beginning[1])) != contender
-    except ValueError:
-        return False
+            if line.startswith(beginning):
+                try:
+                    record = json_object(line, *NEEDED)
+                except ValueError as error:
+                    raise UserError(f"{path}:{number}: {error}; {UNUSABLE}") from None
+                yield record
 
 
 def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str]:

@@ -9,27 +9,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.eval.page.drawing import write_png
-from draftsmith.eval.page.figures import acceptance_plots, parts_of, training_plots
-from draftsmith.eval.page.file_shapes import AcceptanceFile, MetricsLine, check, load
-from draftsmith.eval.page.html import (
-    RELAXED,
-    build_html,
-    choose_answers,
-    choose_images,
-    different_contenders,
-    precisions,
-    relaxed_contenders,
-    rounds_coarsely,
-)
+from draftsmith.eval.page.figures import parts_of
+from draftsmith.eval.page.html import build_html, choose_answers, choose_images
+from draftsmith.eval.page.summary import advice, equality, fastest, interval_text, notes
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
+from draftsmith.recipes.files.json_text import json_object
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe
-
-NEXT = 5  # contenders that the terminal compares with the fastest
-WORTHLESS_TAU = 1.05
 
 
 def main(command: Command) -> None:
@@ -38,11 +26,11 @@ def main(command: Command) -> None:
     if command.plan:
         for path in (recipe.eval_out / "acceptance.json", generations_path(recipe), metrics_path(recipe)):
             print(f"reads    {path}{'' if path.exists() else ': missing; the report will omit it'}")
-        print(f"writes   {recipe.eval_out / 'report.html'}{' and plots as PNG files' if recipe.eval.png else ''}")
+        print(f"writes   {recipe.eval_out / 'report.html'}")
         return
     written = write_report(recipe)
     print_table(acceptance)
-    print_written(written)
+    print_written([written])
 
 
 def generations_path(recipe: Recipe) -> Path:
@@ -95,11 +83,10 @@ def write_acceptance(
 
 
 def read_acceptance(path: Path) -> dict[str, Any]:
-    """acceptance.json with `clean` texts. Raises UserError if it is missing, damaged or older."""
+    """The content of acceptance.json. Raises UserError if it is missing, damaged or another version's."""
+    keys = ("contender", "baseline", "contenders", "benchmarks", "categories", "turns", "made", "recipe")
     try:
-        content = load(path.read_bytes(), tidy=True)
-        check(content, AcceptanceFile)
-        return content
+        return json_object(path.read_bytes(), *keys)
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; run `draftsmith evaluate` first") from None
     except OSError as error:
@@ -111,47 +98,32 @@ def read_acceptance(path: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, or none without the file. The last line may be incomplete.
+    """The lines of metrics.jsonl, or none without the file. A last line that is being written does not count.
 
     Raises:
-        UserError: another line is damaged.
+        UserError: a line is damaged.
     """
-    try:
-        *lines, rest = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     metrics: list[dict[str, Any]] = []
-    for number, line in enumerate([*lines, rest] if rest.endswith(b"}") else lines, start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):
         try:
-            metrics.append(load(line))
-            check(metrics[-1], MetricsLine)
-            if (steps := len(metrics[-1]["accuracy"])) != (before := len(metrics[0]["accuracy"])):
-                raise ValueError(f"accuracy: {steps} unroll steps, the first line has {before}")
+            metrics.append(json_object(line, "step", "loss", "simulated_tau"))
         except ValueError as error:
             raise UserError(
-                f"{path}:{number}: {error}: not what training writes; delete the line, or move the file away for a "
-                "report without the curves of training"
+                f"{path}:{number}: {error}: damaged; delete the line, or move the file away for a report without the "
+                "curves of training"
             ) from None
     return metrics
 
 
-def write_report(recipe: Recipe) -> list[Path]:
-    """Writes report.html, and the plots if eval.png is set, from the files in eval.out. Returns their paths."""
-    out = recipe.eval_out
-    acceptance, metrics = read_acceptance(out / "acceptance.json"), read_metrics(metrics_path(recipe))
-    answers: list[dict[str, Any]] = []
-    faults: list[str] = []
-    if (generations := generations_path(recipe)).exists():
-        answers, faults = choose_answers(generations, acceptance["contender"], recipe.eval.report_answers)
-    images = choose_images(generations, list(acceptance["contenders"]), answers) if answers else []
-    page = build_html(acceptance, metrics, answers, faults, images)
-    if faults:
-        print(f"unreadable lines of generations.jsonl, left out: {len(faults)}, the first: {faults[0]}")
-    written = [out / "report.html"]
-    atomic_write(written[0], page)
-    for plot in [*acceptance_plots(acceptance), *training_plots(metrics)] if recipe.eval.png else []:
-        written.append(out / f"{plot.name}.png")
-        write_png(plot, written[-1])
+def write_report(recipe: Recipe) -> Path:
+    """Writes report.html from the files in eval.out. Returns its path."""
+    acceptance, metrics = read_acceptance(recipe.eval_out / "acceptance.json"), read_metrics(metrics_path(recipe))
+    path, answers, images = generations_path(recipe), list[dict[str, Any]](), list[dict[str, Any]]()
+    if path.exists() and recipe.eval.report_answers:
+        answers = choose_answers(path, acceptance["contender"], recipe.eval.report_answers)
+        images = choose_images(path, list(acceptance["contenders"]), answers)
+    written = recipe.eval_out / "report.html"
+    atomic_write(written, build_html(acceptance, metrics, answers, images))
     return written
 
 
@@ -162,13 +134,10 @@ def print_table(acceptance: dict[str, Any]) -> None:
     """Prints all contenders, then the main one by benchmark and turn if there are several. Fits 80 columns."""
     main, contenders = acceptance["contender"], acceptance["contenders"]
     parts = [(name, row[main]) for kind, _, name, row in parts_of(acceptance) if kind != "category"]
+    about = f"{f'Parts: {main}. ' if parts else ''}tau: tokens per verification, the bonus token included. "
+    told = [*notes(acceptance), fastest(acceptance), equality(acceptance)]
     # Names are Text: markup would interpret their brackets and colons, and double backslashes.
-    caption = Text(
-        f"{f'Parts: {main}. ' if parts else ''}tau: tokens per verification, the bonus token included. "
-        f"95 %: bootstrap over prompts.{_side_by_side(acceptance)}{_inner(acceptance)}{_moved(acceptance)}"
-        f"{_fastest(acceptance)}\n{_equality(acceptance)}",
-        style="table.caption",
-    )
+    caption = Text("\n".join(filter(None, [f"{about}95 %: bootstrap over prompts.", *told])), style="table.caption")
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
     table.add_column("", overflow="fold")
     for heading in ("tau", "95 %", "nodes", "tok/s", "speed-up", "95 %"):
@@ -182,19 +151,6 @@ def print_table(acceptance: dict[str, Any]) -> None:
     Console().print(table)
     for line in advice(acceptance):
         print(line)
-
-
-def advice(acceptance: dict[str, Any]) -> list[str]:
-    """A note if the target accepts almost no drafted token."""
-    main = acceptance["contender"]
-    row = acceptance["contenders"][main]
-    tau = row["tau"]
-    if tau is None or tau >= WORTHLESS_TAU or row["proposer"] != "drafter":
-        return []
-    return [
-        f"note: tau {tau:.2f}: the target accepted almost nothing that {main} drafted. Train longer, while the loss "
-        "in metrics.jsonl still falls, or on more answers; its validation_simulated_tau should be well above 1"
-    ]
 
 
 def print_written(paths: list[Path]) -> None:
@@ -212,78 +168,5 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _side_by_side(acceptance: dict[str, Any]) -> str:
-    """A caption if speeds are those of a batch."""
-    if acceptance["mode"] == "replay" or acceptance["batch_size"] == 1:
-        return ""
-    return f"\nSpeeds: {acceptance['batch_size']} answers decoded side by side, by plain decoding, too."
-
-
-def _inner(acceptance: dict[str, Any]) -> str:
-    """A caption for each hierarchy."""
-    rows = acceptance["contenders"].items()
-    told = [f"{name} {row['inner_tau']:.2f}" for name, row in rows if row.get("inner_tau") is not None]
-    return f"\nTokens per verification by the small model: {', '.join(told)}." if told else ""
-
-
-def _fastest(acceptance: dict[str, Any]) -> str:
-    """A caption: the speed of the fastest contender over that of the next ones. Their intervals are paired."""
-    rows = {name: row for name, row in acceptance["contenders"].items() if row["proposer"] is not None}
-    best = next((name for name, row in rows.items() if row.get("fastest_ratio") == 1), None)
-    others = {name: row for name, row in rows.items() if name != best and row.get("fastest_ratio_interval")}
-    told = [
-        f"  {name} {row['fastest_ratio']:.2f} ({interval_text(row['fastest_ratio_interval'])})"
-        for name, row in sorted(others.items(), key=lambda item: item[1]["fastest_ratio"])
-    ]
-    heading = f"Fastest drafting: {best}. Times as fast as the next ones, paired by prompt:"
-    return "\n".join(["", heading, *told[:NEXT]]) if told else ""
-
-
-def _moved(acceptance: dict[str, Any]) -> str:
-    """A caption for relaxed rules."""
-    rows = acceptance["contenders"].items()
-    told = [f"{name} {row['total_variation']:.3f}" for name, row in rows if row.get("total_variation") is not None]
-    what = (
-        "Total variation from the target's distribution"
-        if acceptance["temperature"]
-        else "Probability moved, of temperature 1"
-    )
-    return "\n".join(["", f"{what}, a token:", *(f"  {line}" for line in told)]) if told else ""
-
-
-def _equality(acceptance: dict[str, Any]) -> str:
-    if acceptance["mode"] == "replay":
-        return "Replayed: the rounds that decoding these recorded answers would have had. Nothing was timed."
-    relaxed = relaxed_contenders(acceptance)
-    others = ", but not of " + "; ".join(relaxed) + f": {RELAXED}" if relaxed else ""
-    if acceptance["temperature"] > 0:
-        drawn = f"Answers were drawn at temperature {acceptance['temperature']}"
-        return f"{drawn}, by the target's own distribution (lossless){others}."
-    different = different_contenders(acceptance)
-    if not different:
-        return f"Answers, token for token: all those of plain decoding{others}."
-    told = ", ".join(f"{name}{_share(acceptance['contenders'][name])}" for name in different)
-    said = f"Answers, token for token: not all those of plain decoding: {told}. {_cause(acceptance, different)}"
-    return f"{said} The rest are those of plain decoding{others}." if relaxed else said
-
-
-def _share(row: dict[str, Any]) -> str:
-    share = row.get("matching_share")  # older files lack it
-    return "" if share is None else f" ({share:.0%} are)"
-
-
-def _cause(acceptance: dict[str, Any], different: list[str]) -> str:
-    """Why greedy answers differ. The page explains it at more length."""
-    coarse = [name for name in different if rounds_coarsely(acceptance, name)]
-    exact = [name for name in different if name not in coarse]
-    said = [f"{precisions(acceptance, coarse)} rounds: longer forwards, other last bits."] if coarse else []
-    said += [f"In {precisions(acceptance, exact)} that is a defect: please report it."] if exact else []
-    return " ".join(said)
-
-
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def interval_text(bounds: list[float] | None) -> str:
-    return "-" if bounds is None else f"{bounds[0]:.2f}-{bounds[1]:.2f}"

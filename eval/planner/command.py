@@ -13,9 +13,7 @@ from rich.text import Text
 
 from draftsmith.eval.decoding.contenders import Contender, Lineup, main_contender
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, recipe_questions
-from draftsmith.eval.page.files import interval_text
-from draftsmith.eval.planner.cost_model import probe_trees
-from draftsmith.eval.planner.precisions import precision_lines
+from draftsmith.eval.page.summary import interval_text
 from draftsmith.eval.planner.search import (
     SHOWN_ROWS,
     Plan,
@@ -24,9 +22,7 @@ from draftsmith.eval.planner.search import (
     mean_context,
     measure,
     prepared,
-    round_seconds,
     sampling_note,
-    sweep_of,
 )
 from draftsmith.eval.recorded.answers import RecordedAnswer, Recording, answer_tokens
 from draftsmith.models.formats.named_drafters import with_measured_drafters
@@ -36,14 +32,14 @@ from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import CHAINS, Recipe, TreeSection
+from draftsmith.recipes.schema import Recipe, TreeSection
 
 # plan.json's keys of a candidate and of a measured one; `eval.measured.metrics` defines them.
 PREDICTED = (
     *("tau", "tau_interval", "tree_nodes_per_round", "draft_calls_per_round", "wasted_nodes_per_round"),
     *("speedup", "speedup_interval"),
 )
-MEASURED = (*PREDICTED, "matches_target", "round_in_plain_rounds", "predicted_speedup_of_these_rounds")
+MEASURED = (*PREDICTED, "matches_target")
 
 
 def main(command: Command) -> None:
@@ -53,15 +49,14 @@ def main(command: Command) -> None:
         raise UserError(f"eval.proposer: the planner plans a drafter's trees, and {planned.proposer} has no drafter")
     if planned.relaxed is not None:
         raise UserError("eval.acceptance: the planner predicts what exact acceptance takes; leave it out")
-    trees = sweep_of(recipe, command.calibrate) if command.calibrate else candidates_of(recipe)
-    contenders, recording, answers = prepared(recipe, planned, trees, command.plan)
+    contenders, recording, answers = prepared(recipe, planned, candidates_of(recipe), command.plan)
     asked: list[Question] = []
     rejects = Rejects()
     if command.measure:
         if recipe.eval.prompts is None:
             raise UserError("--measure decodes eval.prompts, which is not given; name a prompt file, or mt_bench")
         asked = recipe_questions(recipe, rejects)
-    out = recipe.eval_out / ("calibration.json" if command.calibrate else "plan.json")
+    out = recipe.eval_out / "plan.json"
     if command.plan:
         print_planner_plan(recipe, contenders, recording, answers, command.measure, len(asked), out)
         return
@@ -102,10 +97,9 @@ def print_planner_plan(
 ) -> None:
     print(f"candidates   {len(contenders)}: {'; '.join(contender.name for contender in contenders)}")
     print(f"replays      {len(answers)} answers, {answer_tokens(answers):,} tokens, from {recording.path}")
-    probes = 1 + len(probe_trees([contender.tree for contender in contenders]))
-    context = recipe.eval.planner.context or mean_context(answers)
-    print("\n".join(precision_lines(recipe.target)))
-    print(f"measures     the costs of a round by {probes} probes, at {context} tokens of context")
+    print(
+        f"measures     the costs of a round at {recipe.eval.planner.context or mean_context(answers)} tokens of context"
+    )
     if most:
         print(f"decodes      {prompts} prompts plainly and by the best {min(most, len(contenders))} candidates")
     print(f"time         about {recipe.eval.planner.seconds:g} s; more if a first look at all candidates takes longer")
@@ -121,11 +115,7 @@ def print_result(plan: Plan, recipe: Recipe, planned: Contender) -> None:
     print_ranking(plan)
     print(plan.effort)
     if plan.costs.busy:
-        low, high = (1e3 * seconds for seconds in plan.costs.plain_spread)
-        print(
-            f"note: something else uses this machine: the middle half of the plain rounds took {low:.2f} to {high:.2f} "
-            "ms. Plan again while it is quiet"
-        )
+        print("note: something else uses this machine: plain rounds took unequal times. Plan again while it is quiet")
     print_choice(plan)
 
 
@@ -134,11 +124,9 @@ def print_ranking(plan: Plan) -> None:
     measured = sum(bool(row.measured) for row in plan.rows)
     shown = plan.rows[: max(SHOWN_ROWS, measured)]
     caption = (
-        f"The best {len(shown)} of {len(plan.rows) + len(plan.left_out)} candidates, predicted from "
-        f"{len(plan.answers)} recorded answers "
+        f"The best {len(shown)} of {len(plan.rows)} candidates, predicted from {len(plan.answers)} recorded answers "
         f"({answer_tokens(plan.answers):,} tokens; {plan.agreement}) and the costs of this machine at "
-        f"{plan.costs.context} tokens of context. 95 %: bootstrap over conversations, of predictions "
-        "widened by how far apart the repeats of the measured costs are."
+        f"{plan.costs.context} tokens of context. 95 %: bootstrap over conversations."
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     table.add_column("", overflow="fold")
@@ -149,7 +137,7 @@ def print_ranking(plan: Plan) -> None:
         cells = [f"{row.numbers['tree_nodes_per_round']:.1f}", f"{row.numbers['tau']:.2f}"]
         for numbers in filter(None, (row.numbers, row.measured)):
             cells += [f"{numbers['speedup']:.2f}", interval_text(numbers["speedup_interval"])]
-        lines.append((row.speedup, Text(row.short_name, style="bold" if row is plan.best else ""), cells))
+        lines.append((row.speedup, Text(row.name, style="bold" if row is plan.best else ""), cells))
     for _, name, cells in sorted(lines, key=lambda line: -line[0]):
         table.add_row(name, *cells)
     Console().print(table)
@@ -158,41 +146,25 @@ def print_ranking(plan: Plan) -> None:
 def print_choice(plan: Plan) -> None:
     """Prints the fastest candidate, its costs, and its recipe line."""
     first = plan.rows[0]
-    if first.as_fast_as_plain:
+    if plan.best is None:
         print(
-            f"Not clearly faster than plain decoding: the best, {first.short_name}, is predicted to give "
-            f"{first.speedup:.2f} of its speed (95 %: {interval_text(first.numbers['speedup_interval'])}). Measure it "
-            "(--measure), or plan from more answers (eval.planner.max_answers) while the machine is quiet."
-        )
-    elif plan.best is None:
-        print(
-            f"Nothing is expected to beat plain decoding here: the best, {first.short_name}, gives "
+            f"Nothing is expected to beat plain decoding here: the best, {first.name}, gives "
             f"{first.speedup:.2f} of its speed. Decode without a drafter, or train it further."
         )
     else:
         shares = first.numbers["time_share"]
         print(
-            f"Fastest: {first.short_name}: {first.numbers['tau']:.2f} tokens a round, which takes "
-            f"{round_seconds(first.rounds) / plan.costs.plain:.2f} rounds of plain decoding ({shares['draft']:.0%} "
-            f"drafting, {shares['verify']:.0%} verifying): {first.speedup:.2f} times as fast."
+            f"Fastest: {first.name}: {first.numbers['tau']:.2f} tokens a round, which takes "
+            f"{first.seconds / plan.costs.plain:.2f} rounds of plain decoding ({shares['draft']:.0%} drafting, "
+            f"{shares['verify']:.0%} verifying): {first.speedup:.2f} times as fast."
         )
-    print(f"In the recipe:\n\neval:\n  tree: {line_of(first.tree)}\n")
+    line = yaml.safe_dump(recipe_keys(first.tree), default_flow_style=True, sort_keys=False, width=10_000)
+    print(f"In the recipe:\n\neval:\n  tree: {line}")
 
 
-def line_of(tree: TreeSection) -> str:
-    """`lean` on one line of YAML."""
-    return yaml.safe_dump(lean(tree), default_flow_style=True, sort_keys=False, width=10_000).strip()
-
-
-def lean(tree: TreeSection) -> dict[str, Any]:
-    """The recipe keys that define this tree: policy, sizes, and all settings that differ from the defaults."""
-    sizes: dict[str, Any] = {"policy": tree.policy}
-    if tree.policy in CHAINS:
-        sizes["nodes"] = tree.most
-    elif tree.policy not in ("static", "c2t"):
-        sizes |= {"nodes": tree.most, "draft_calls": tree.calls, "top_k": tree.width}
-    said = {*sizes, "draft_calls"} if "nodes" in sizes else {*sizes}
-    return sizes | {key: value for key, value in tree.model_dump(exclude_defaults=True).items() if key not in said}
+def recipe_keys(tree: TreeSection) -> dict[str, Any]:
+    """The keys that define the tree in a recipe."""
+    return tree.model_dump(mode="json", include={"policy", *tree.meant})
 
 
 # What is written.
@@ -201,15 +173,14 @@ def lean(tree: TreeSection) -> dict[str, Any]:
 def write_plan(recipe: Recipe, plan: Plan, lineup: Lineup, path: Path) -> None:
     """Writes plan.json atomically."""
     rows = [
-        {"name": row.name, "tree": lean(row.tree)}
-        | {"answers": len(row.rounds), "round_milliseconds": round(1e3 * round_seconds(row.rounds), 4)}
+        {"name": row.name, "tree": recipe_keys(row.tree)}
+        | {"answers": len(row.rounds), "round_milliseconds": round(1e3 * row.seconds, 4)}
         | {key: row.numbers[key] for key in PREDICTED}
-        | {"speedup_by_repeat": row.by_repeat, "as_fast_as_plain": row.as_fast_as_plain}
         | ({"measured": {key: row.measured[key] for key in MEASURED}} if row.measured else {})
         for row in plan.rows
     ]
     content = {
-        "chosen": None if plan.best is None else {"name": plan.best.name, "tree": lean(plan.best.tree)},
+        "chosen": None if plan.best is None else {"name": plan.best.name, "tree": recipe_keys(plan.best.tree)},
         "target": recipe.target.model,
         "drafter": str(plan.rows[0].contender.drafter),
         **lineup.made(),
@@ -221,7 +192,6 @@ def write_plan(recipe: Recipe, plan: Plan, lineup: Lineup, path: Path) -> None:
         },
         "costs": plan.costs.to_dict(),
         "candidates": rows,
-        "left_out": list(plan.left_out),
         "recipe": dump_recipe(recipe),
     }
     atomic_write(path, json.dumps(content, indent=2) + "\n")

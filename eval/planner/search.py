@@ -2,8 +2,7 @@
 
 Every candidate is replayed along recorded answers (`eval.recorded.replay`), which gives its rounds: tokens, nodes and
 draft calls. `eval.planner.measuring` measures the cost of such rounds. Both give the predicted speed-up over plain
-decoding, with a bootstrap interval over conversations, widened by the spread of the repeated measurements. After a
-first look at all candidates only the fastest are replayed and measured further.
+decoding.
 """
 
 import json
@@ -13,17 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, named
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, decode_all
 from draftsmith.eval.measured.metrics import summarise, summarise_all
-from draftsmith.eval.planner.cost_model import Costs, family, predicted
-from draftsmith.eval.planner.measuring import REPEATS, CostMeter, Samples, room_for
+from draftsmith.eval.planner.cost_model import Costs, predicted
+from draftsmith.eval.planner.measuring import keep_known, measure_costs, read_known, room_for
 from draftsmith.eval.recorded.answers import (
-    EVERYONE,
     RecordedAnswer,
     Recording,
     answer_tokens,
@@ -45,7 +41,7 @@ from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import Policy, Recipe, TreeSection
+from draftsmith.recipes.schema import Recipe, TreeSection
 
 DEFAULT_CANDIDATES = (
     *({"policy": "chain", "nodes": tokens + 1} for tokens in range(1, 9)),
@@ -65,17 +61,9 @@ DEFAULT_CANDIDATES = (
     {"policy": "svip_tree", "nodes": 32, "draft_calls": 8, "top_k": 8},
     {"policy": "svip_tree", "nodes": 60, "draft_calls": 8},
 )
-FIRST_LOOK = 8  # answers along which every candidate is replayed
-NEAR = 0.8  # of the highest predicted speed: then trees of other depths are looked at, too
-CLOSE = 0.9  # of the highest predicted speed: slower candidates are dropped after the look
+LOOK = 8  # answers that are replayed before slow candidates are dropped
+CLOSE = 0.9  # of the highest predicted speed: slower candidates are dropped
 SHOWN_ROWS = 5  # of the table; so many are kept in any case
-DRAWN = "which tokens were drawn is not recorded; leave draw out"
-SVIP_H = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8)
-SWEEPS: dict[Policy, tuple[str, str, tuple[float, ...]]] = {  # section, key, values
-    "svip": ("svip", "h", SVIP_H),
-    "svip_tree": ("svip", "h", SVIP_H),
-    "ddd": ("ddd", "threshold", (-0.05, -0.1, -0.2, -0.3, -0.45, -0.6, -0.8, -1.0, -1.5, -2.0, -3.0)),
-}
 
 
 @dataclass
@@ -85,17 +73,11 @@ class Row:
     contender: Contender
     rounds: list[Generation]  # along the recorded answers, with predicted seconds
     numbers: dict[str, Any]  # of `metrics.summarise`
-    by_repeat: list[float]  # the speed-up from each repeat of the measured costs alone
     measured: dict[str, Any] = field(default_factory=dict)  # if it was also decoded
 
     @property
     def name(self) -> str:
         return self.contender.name
-
-    @property
-    def short_name(self) -> str:
-        """The name without the drafter, which all candidates of a plan share."""
-        return self.name.removeprefix(f"{self.contender.kind}, ")
 
     @property
     def tree(self) -> TreeSection:
@@ -106,21 +88,19 @@ class Row:
         return self.numbers["speedup"] or 0.0
 
     @property
-    def as_fast_as_plain(self) -> bool:
-        """Whether the speed-up's interval contains 1."""
-        low, high = self.numbers["speedup_interval"] or (self.speedup, self.speedup)
-        return low <= 1 <= high
+    def seconds(self) -> float:
+        """Mean time of a round."""
+        return sum(g.decode_seconds for g in self.rounds) / max(1, sum(g.rounds for g in self.rounds))
 
 
 @dataclass
 class Plan:
     costs: Costs
-    rows: list[Row]  # the fastest first; those that were only looked at come last
+    rows: list[Row]  # the fastest first; those that were dropped come last
     recording: Recording
-    answers: Sequence[RecordedAnswer]
+    answers: Sequence[RecordedAnswer]  # along which the fastest were replayed
     agreement: str  # `Agreement` of the recorded answers, in words
     effort: str = ""  # what was replayed and measured, and in what time
-    left_out: Sequence[str] = ()  # names of candidates that were not even looked at
 
     @property
     def best(self) -> Row | None:
@@ -149,28 +129,12 @@ def candidates_of(recipe: Recipe, asked: TreeSection | None = None) -> list[Tree
         elif tree in trees[:i]:
             problems.append(f"{where}: is given twice, first as candidates.{trees.index(tree)}")
         elif tree.draw == "sampled":
-            problems.append(f"{where}: {DRAWN}")
+            problems.append(f"{where}: which tokens were drawn is not recorded; leave draw out")
     if problems:
         raise UserError(problems)
     asked = asked or recipe.eval.tree
     cut_to = asked.vocab_size if asked.policy == "auto" else None
     return [tree.model_copy(update={"vocab_size": tree.vocab_size or cut_to}) if cut_to else tree for tree in trees]
-
-
-def sweep_of(recipe: Recipe, policy: Policy) -> list[TreeSection]:
-    """The recipe's own tree of this policy (eval.tree, a candidate, or the default one) with every threshold.
-
-    Raises:
-        UserError: its tokens are drawn.
-    """
-    defaults = (TreeSection.model_validate(tree) for tree in DEFAULT_CANDIDATES)
-    base = next(t for t in (recipe.eval.tree, *recipe.eval.planner.candidates, *defaults) if t.policy == policy)
-    if base.draw == "sampled":
-        raise UserError(f"{policy}'s tree: {DRAWN}")
-    section, key, values = SWEEPS[policy]
-    return [
-        base.model_copy(update={section: getattr(base, section).model_copy(update={key: value})}) for value in values
-    ]
 
 
 def prepared(
@@ -198,15 +162,13 @@ def _with_tree(recipe: Recipe, base: Contender, tree: TreeSection, place: str = 
 # The recorded answers.
 
 
-def planner_answers(
-    recipe: Recipe, trees: Sequence[TreeSection] | None = None
-) -> tuple[Recording, list[RecordedAnswer]]:
+def planner_answers(recipe: Recipe, trees: Sequence[TreeSection]) -> tuple[Recording, list[RecordedAnswer]]:
     """A file of recorded answers, and at most eval.planner.max_answers of them, checked before weights are loaded.
 
     They are spread evenly over eval.planner.answers, or over the conversations that training keeps for validation.
 
     Args:
-        trees: their costs will be measured; None: those of `candidates_of`.
+        trees: their costs will be measured.
 
     Raises:
         UserError: no answers, or another target's; eval.planner.context exceeds the target's positions.
@@ -217,32 +179,17 @@ def planner_answers(
         recording = read_answers(path, only=None if section.answers else kept_for_validation(path, most, of=1))
         target = TargetFacts.read(recipe.target)
         check_answers_before_loading(recording, target)
-        room = room_for(target.positions, candidates_of(recipe) if trees is None else trees)
+        room = room_for(target.positions, trees)
         if section.context is not None and section.context > room:
             raise UserError(
                 f"eval.planner.context: {section.context:,} tokens, but the target has {target.positions:,} positions, "
                 f"and the rounds that are timed behind the context take {target.positions - room:,} of them; set it to "
                 f"{room:,} or less"
             )
-        answers = with_rounds(_answers_for_all(recording), path, "eval.planner.answers")
+        answers = with_rounds(recording.of(PLAIN, PLAIN), path, "eval.planner.answers")
         if len(answers) > most:
             answers = [answers[i * len(answers) // most] for i in range(most)]
         return recording, with_their_pictures(answers, target.tokenizer)
-
-
-def _answers_for_all(recording: Recording) -> list[RecordedAnswer]:
-    """Plain decoding's answers, or the only ones, or a contender's greedy ones, which are the same for all."""
-    if len(recording.answers) > 1 and not {PLAIN, EVERYONE} & set(recording.answers):
-        greedy = [each for each in recording.answers.values() if all(answer.known_greedy for answer in each)]
-        if not greedy:
-            drawn = any(answer.sampling is not None for answer in recording)
-            why = "were drawn, so no two agree" if drawn else "may have been drawn (no acceptance.json beside it)"
-            raise UserError(
-                f"eval.answers: {recording.path} holds answers of {', '.join(map(repr, recording.answers))}, which "
-                f"{why}, and none of plain decoding; keep its lines of plain decoding, or name another file"
-            )
-        return max(greedy, key=len)
-    return recording.of(PLAIN, PLAIN)
 
 
 def sampling_note(recipe: Recipe, answers: Sequence[RecordedAnswer]) -> str | None:
@@ -273,9 +220,8 @@ def make_plan(
 ) -> Plan:
     """Replays contenders, measures the cost of their rounds, and sorts by the predicted speed-up.
 
-    The first look replays them along some answers and measures costs once. Of trees that differ in depth alone it takes
-    the middle one, and the others if that one is nearly as fast as the fastest. The fastest contenders are replayed
-    along the other answers, and their costs measured again, as far as eval.planner.seconds allow.
+    All are replayed along the first LOOK answers, and the costs measured. The slow ones are then dropped, and the
+    others replayed along the next answers, as far as eval.planner.seconds allow, of which a third is left in any case.
 
     Args:
         contenders, recording, answers: from `prepared`.
@@ -283,110 +229,83 @@ def make_plan(
     Raises:
         UserError: the answers are another target's, or the target has too few positions for such trees.
     """
-    target, section, sampling = lineup.target, recipe.eval, Sampling.of(recipe.eval)
-    began, agreement, path = time.monotonic(), Agreement.of(target), recipe.planner_costs_path
-    some, others = first_look(answers)
-    rounds: dict[str, list[Generation]] = {contender.name: [] for contender in contenders}
-
-    def replay(contenders: Sequence[Contender], answers: Sequence[RecordedAnswer]) -> None:
-        proposers = {contender.name: lineup.proposer(contender, sampling) for contender in contenders}
-        total = answer_tokens(answers) * len(contenders)
-        with errors_naming("eval.planner.answers"), Bar(total=total, desc="replay", unit="token", leave=False) as bar:
-            found = replay_all(target, proposers, answers, section.replay_batch_size, agreement, bar.update)
-        for name, generations in found.items():
-            rounds[name] += generations
-
-    def rows_of(costs: Costs, contenders: Sequence[Contender], along: Sequence[RecordedAnswer]) -> list[Row]:
-        return ranked(costs, contenders, rounds, along, section.bootstrap_samples, section.seed)
-
+    section, sampling, agreement = recipe.eval, Sampling.of(recipe.eval), Agreement.of(lineup.target)
+    began = time.monotonic()
+    deadline = began + section.planner.seconds
     with errors_naming("eval.planner.answers"):
         check_recorded_from(recording, lineup.identity)
-    depths = by_depth(contenders)
-    middle = [each[len(each) // 2] for each in depths]
-    replay(middle, some)
-    calls = {contender.name: sum(sum(g.draft_calls) for g in rounds[contender.name]) for contender in middle}
-    seconds_a_call = (time.monotonic() - began) / max(1, sum(calls.values()))
-    context = section.planner.context or mean_context(answers)
-    key = _machine(lineup), _measured(lineup, recipe, contenders[0], context)
-    meter = CostMeter(
-        target,
+    rounds: dict[str, list[Generation]] = {contender.name: [] for contender in contenders}
+    seen: list[RecordedAnswer] = []
+    kept, costs, rows = list(contenders), None, list[Row]()
+    looks = max(1, len(answers) // LOOK)
+    for look in range(looks):
+        some, start = answers[look::looks], time.monotonic()
+        proposers = {contender.name: lineup.proposer(contender, sampling) for contender in kept}
+        total = answer_tokens(some) * len(kept)
+        with errors_naming("eval.planner.answers"), Bar(total=total, desc="replay", unit="token", leave=False) as bar:
+            batch = section.replay_batch_size
+            for name, found in replay_all(lineup.target, proposers, some, batch, agreement, bar.update).items():
+                rounds[name] += found
+        seen += some
+        seconds_each = (time.monotonic() - start) / len(kept)
+        if costs is None:
+            # A look alone says too little. Half of the time that is left is for measuring.
+            deadline = max(deadline, time.monotonic() + section.planner.seconds / 3)
+            costs = _costs(lineup, recipe, contenders, rounds, answers, (time.monotonic() + deadline) / 2)
+        rows = ranked(costs, contenders, rounds, seen, section.bootstrap_samples, section.seed)
+        best = rows[0].speedup
+        kept = [
+            row.contender for i, row in enumerate(rows[: len(kept)]) if i < SHOWN_ROWS or row.speedup > CLOSE * best
+        ]
+        if time.monotonic() + seconds_each * len(kept) > deadline:
+            break
+    assert costs is not None
+    along = sum(len(row.rounds) == len(seen) for row in rows)
+    effort = f"Planned in {time.monotonic() - began:.0f} s: {along} of {len(rows)} candidates along {len(seen)} answers"
+    return Plan(costs, rows, recording, seen, str(agreement), effort)
+
+
+def _costs(
+    lineup: Lineup,
+    recipe: Recipe,
+    contenders: Sequence[Contender],
+    rounds: dict[str, list[Generation]],
+    answers: Sequence[RecordedAnswer],
+    deadline: float,
+) -> Costs:
+    """The costs of the contenders' rounds, from the file or measured and kept there.
+
+    Args:
+        rounds: of each contender. C2T's trees are as large as its classifier allows.
+    """
+    sampling, path = Sampling.of(recipe.eval), recipe.planner_costs_path
+    context = recipe.eval.planner.context or mean_context(answers)
+    key = _depend_on(lineup, recipe, contenders[0], context)
+    known = read_known(path, key)
+    before = len(known)
+    costs = measure_costs(
+        lineup.target,
         lambda tree: lineup.proposer(_with_tree(recipe, contenders[0], tree), sampling),
         [_as_grown(contender.tree, rounds[contender.name]) for contender in contenders],
         [Prompt.of(answer.prompt).then(answer.tokens) for answer in answers],
         context,
         sampling,
-        section.batch_size,
-        Samples.read(path, *key),
+        recipe.eval.batch_size,
+        known,
+        deadline,
     )
-    meter.measure(meter.trees, 1)
-    costs = meter.costs(first=1)  # however many repeats the file has
-    if costs.busy:  # one repeat then says too little
-        meter.measure(meter.trees, 2)
-        costs = meter.costs()
-    looked = rows_of(costs, middle, some)
-    worth = [row.contender for row in looked if row.speedup >= NEAR * looked[0].speedup]
-    deeper = [each for group in depths if group[len(group) // 2] in worth for each in group if each not in middle]
-    if deeper:
-        replay(deeper, some)
-        looked = rows_of(costs, [*middle, *deeper], some)
-    best = [row.contender for row in looked]
-    now = time.monotonic()
-    left = max(began + section.planner.seconds - now, section.planner.seconds / 3)  # a look alone says too little
-    if others:
-        close = sum(row.speedup >= CLOSE * looked[0].speedup for row in looked)
-        # Half of the time that is left is for the replay, the other half for measuring.
-        takes = [seconds_a_call * sum(sum(g.draft_calls) for g in rounds[each.name]) for each in best]
-        within = np.cumsum(takes) * len(others) / len(some) <= left / 2
-        best = best[: max(1, min(int(within.sum()), max(close, SHOWN_ROWS)))]
-        replay(best, others)
-    meter.measure([contender.tree for contender in best], REPEATS, now + left)
-    costs = meter.costs()
-    if meter.measured and not costs.busy:
-        meter.samples.keep(path, *key)
-    rows = rows_of(costs, best, [*some, *others])
-    rest = rows_of(costs, [row.contender for row in looked if row.contender not in best], some)
-    along = f"{len(best)} of {len(contenders)} candidates along all {len(answers)} answers"
-    effort = (
-        f"Planned in {time.monotonic() - began:.0f} s: {along}"
-        + (f", {len(rest)} along {len(some)}" if rest else "")
-        + (f"; costs of {meter.known} of {len(meter.probes)} probes were in {path}" if meter.known else "")
-    )
-    left_out = [contender.name for contender in contenders if not rounds[contender.name]]
-    return Plan(costs, [*rows, *rest], recording, answers, str(agreement), effort, left_out)
+    if len(known) > before and not costs.busy:
+        keep_known(path, key, known)
+    return costs
 
 
-def by_depth(contenders: Sequence[Contender]) -> list[list[Contender]]:
-    """Groups of EAGLE-2 trees that differ in draft calls alone, from few calls to many; any other is a group."""
-    groups: dict[str, list[Contender]] = {}
-    for contender in contenders:
-        tree = contender.tree
-        key = tree.model_dump_json(exclude={"draft_calls"} if tree.policy == "eagle2" else None)
-        groups.setdefault(key, []).append(contender)
-    return [sorted(group, key=lambda contender: contender.tree.calls) for group in groups.values()]
-
-
-def first_look(answers: Sequence[RecordedAnswer]) -> tuple[list[RecordedAnswer], list[RecordedAnswer]]:
-    """(answers for all candidates, answers for the fastest ones): a quarter, evenly spread, and the rest."""
-    count = max(FIRST_LOOK, len(answers) // 4)
-    if 2 * count > len(answers):
-        return list(answers), []
-    first = {i * len(answers) // count for i in range(count)}
-    return [answers[i] for i in sorted(first)], [each for i, each in enumerate(answers) if i not in first]
-
-
-def _machine(lineup: Lineup) -> dict[str, Any]:
-    """What all costs depend on."""
+def _depend_on(lineup: Lineup, recipe: Recipe, contender: Contender, context: int) -> str:
+    """What costs depend on beside the probe. A drafter's shape does, its weights do not."""
     about = lineup.made()
-    made = about["made"]
-    return {"device": about["device"], "dtype": about["dtype"]} | {
-        key: made[key] for key in ("hardware", "versions", "commit")
-    }
-
-
-def _measured(lineup: Lineup, recipe: Recipe, contender: Contender, context: int) -> dict[str, Any]:
-    """What costs depend on beside the machine and the probe. A drafter's shape does, its weights do not."""
     shape = None if contender.drafter is None else read_drafter_config(contender.drafter)[0]
     found = {
+        **{key: about[key] for key in ("device", "dtype")},
+        **{key: about["made"][key] for key in ("hardware", "versions", "commit")},
         "target": lineup.identity,
         "precision": precision_name(contender.quantization),
         "proposer": contender.proposer,
@@ -396,7 +315,7 @@ def _measured(lineup: Lineup, recipe: Recipe, contender: Contender, context: int
         "rows": recipe.eval.batch_size,
         "greedy": Sampling.of(recipe.eval).greedy,
     }
-    return json.loads(json.dumps(found))  # as a file returns it
+    return json.dumps(found, sort_keys=True)
 
 
 def _as_grown(tree: TreeSection, rounds: Sequence[Generation]) -> TreeSection:
@@ -415,31 +334,18 @@ def ranked(
     bootstrap_samples: int,
     seed: int,
 ) -> list[Row]:
-    """Predictions, the fastest first; ties keep the given order.
+    """Predictions, the fastest first; ties keep the given order. Contenders with fewer rounds come last.
 
     Args:
-        rounds: of every contender, along `answers`.
-
-    A speed-up's interval is the bootstrap's over conversations. Each bound is widened by the ratio of the lowest or
-    highest speed-up of a single repeat to that of all repeats.
+        rounds: of every contender, along all of `answers` or the first ones.
     """
-    undrafted = [plain_rounds(answer) for answer in answers]
+    plain = predicted(costs, None, [plain_rounds(answer) for answer in answers])
     rows = []
     for contender in contenders:
-
-        def both(costs: Costs, contender: Contender = contender) -> tuple[list[Generation], list[Generation]]:
-            return predicted(costs, contender.tree, rounds[contender.name]), predicted(costs, None, undrafted)
-
-        expected, plain = both(costs)
-        numbers = summarise(expected, plain, bootstrap_samples, seed, sampled=True)
-        by_repeat = [_speedup(*both(one)) for one in costs.repeats if family(contender.tree) in one.draft]
-        if by_repeat and numbers["speedup_interval"] is not None:
-            low, high = numbers["speedup_interval"]
-            usual = _speedup(expected, plain)
-            widened = low * min(1.0, min(by_repeat) / usual), high * max(1.0, max(by_repeat) / usual)
-            numbers["speedup_interval"] = [round(bound, 4) for bound in widened]
-        rows.append(Row(contender, expected, numbers, [round(each, 4) for each in by_repeat]))
-    return sorted(rows, key=lambda row: -row.speedup)
+        expected = predicted(costs, contender.tree, rounds[contender.name])
+        numbers = summarise(expected, plain[: len(expected)], bootstrap_samples, seed, sampled=True)
+        rows.append(Row(contender, expected, numbers))
+    return sorted(rows, key=lambda row: (-len(row.rounds), -row.speedup))
 
 
 def measure(lineup: Lineup, recipe: Recipe, plan: Plan, most: int, asked: list[Question], rejects: Rejects) -> None:
@@ -449,22 +355,5 @@ def measure(lineup: Lineup, recipe: Recipe, plan: Plan, most: int, asked: list[Q
         results = decode_all(lineup, recipe, [row.contender for row in rows], asked, nowhere, rejects)
     settings = recipe.eval.bootstrap_samples, recipe.eval.seed
     measured = summarise_all(results, PLAIN, *settings, sampled=recipe.eval.temperature > 0)["contenders"]
-    plain = predicted(plan.costs, None, results[PLAIN])
     for row in rows:
-        decoded = results[row.name]
-        # The predicted time of the decoded rounds checks the cost model apart from errors in tau.
-        expected = predicted(plan.costs, row.tree, decoded)
-        row.measured = measured[row.name] | {
-            "round_in_plain_rounds": round(round_seconds(decoded) / round_seconds(results[PLAIN]), 4),
-            "predicted_speedup_of_these_rounds": summarise(expected, plain, *settings, sampled=True)["speedup"],
-        }
-
-
-def _speedup(generations: Sequence[Generation], plain: Sequence[Generation]) -> float:
-    """Of the same answers."""
-    return sum(g.decode_seconds for g in plain) / sum(g.decode_seconds for g in generations)
-
-
-def round_seconds(generations: Sequence[Generation]) -> float:
-    """Mean time of a round."""
-    return sum(g.decode_seconds for g in generations) / max(1, sum(g.rounds for g in generations))
+        row.measured = measured[row.name]

@@ -14,17 +14,17 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.eval.decoding.target_facts import TargetFacts
-from draftsmith.eval.page.file_shapes import AnswerLine, FileShape, NamedPicture, Text, check, load
 from draftsmith.models.chat import FINGERPRINT_COVERS, reads_pictures, with_pictures
 from draftsmith.models.prompt import Prompt, RenderError
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.json_text import json_object
 from draftsmith.recipes.prompts.picture_parts import pictures_of
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.validation import validation_rank
@@ -98,19 +98,51 @@ class Recording:
 
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
+Text = InstanceOf[str]  # allows lone surrogates
 
 
-class _GenerationLine(AnswerLine):
+class _Shape(BaseModel):
+    """Only the keys that are read are checked, strictly: a number given as text is an error."""
+
+    model_config = ConfigDict(strict=True)
+
+
+SomeShape = TypeVar("SomeShape", bound=_Shape)
+
+
+def _check(content: dict[str, Any], shape: type[SomeShape]) -> SomeShape:
+    """`content` as this shape. Raises ValueError with the first wrong key."""
+    try:
+        return shape.model_validate(content)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False, include_input=False)
+        where = ".".join(map(str, first["loc"]))
+        more = f" ({len(others)} more problems)" if others else ""
+        raise ValueError(f"{where}: {first['msg']}{more}") from None
+
+
+class _Picture(_Shape):
+    path: Text
+    sha256: Text | None = None
+
+
+class _GenerationLine(_Shape):
+    contender: Text
+    benchmark: Text
+    category: Text | None
+    conversation_id: Text
+    turn: Annotated[int, Field(ge=0)]
+    pictures: list[_Picture] = []
     prompt_token_ids: Tokens
     token_ids: Tokens
 
 
-class _Turn(FileShape):
+class _Turn(_Shape):
     prompt_token_ids: Tokens
     output_token_ids: Tokens
 
 
-class _Generator(FileShape):
+class _Generator(_Shape):
     tokenizer_fingerprint: str | None = None
     embedding_digest: str | None = None
     vision_digest: str | None = None
@@ -123,7 +155,7 @@ class _Generator(FileShape):
     lossless: bool = True  # written only where it is false
 
 
-class _ConversationLine(FileShape):
+class _ConversationLine(_Shape):
     id: Text
     turns: Annotated[list[_Turn], Field(min_length=1)]
     generator: _Generator = _Generator()
@@ -203,7 +235,7 @@ def read_answers(
 def _loaded(line: bytes) -> dict[str, Any]:
     """The JSON object of a line. Raises ValueError if there is none."""
     try:
-        return load(line)
+        return json_object(line)
     except ValueError:
         if line.endswith(b"\n"):
             raise
@@ -226,8 +258,8 @@ def kept_for_validation(path: Path, most: int, of: int = 5) -> set[str]:
     with path.open("rb") as file:
         for line in file:
             try:
-                record = load(line)
-                check(record, _ConversationLine)
+                record = json_object(line)
+                _check(record, _ConversationLine)
             except ValueError:  # `read_answers` reports it
                 continue
             if any(len(turn["output_token_ids"]) > 1 for turn in record["turns"]):  # a single token trains nothing
@@ -284,7 +316,7 @@ def _answers_of(
 ) -> tuple[str, list[RecordedAnswer], dict[str, Any]]:
     """(contender, answers, target identity) of a line. Raises ValueError if it is of neither kind."""
     if "contender" in record:
-        one = check(record, _GenerationLine)
+        one = _check(record, _GenerationLine)
         turn = (one.benchmark, one.category, one.conversation_id, one.turn)
         shown = [picture.model_dump(exclude_none=True) for picture in one.pictures]
         return one.contender, [RecordedAnswer(one.prompt_token_ids, one.token_ids, sampling, *turn, place, shown)], {}
@@ -292,7 +324,7 @@ def _answers_of(
         raise ValueError(
             "neither a line of generations.jsonl nor a regenerated conversation with the token ids of its turns"
         )
-    line = check(record, _ConversationLine)
+    line = _check(record, _ConversationLine)
     generator, meta = line.generator, line.meta or {}
     if not generator.lossless:
         raise ValueError("written by an acceptance rule that is not lossless; replay needs the target's own answers")
@@ -303,7 +335,7 @@ def _answers_of(
     benchmark = benchmark if isinstance(benchmark, str) else ""
     category = category if isinstance(category, str) else None
     # All of the conversation: a turn's prompt shows as many as it has placeholders.
-    shown = [check(part, NamedPicture).model_dump(exclude_none=True) for part in pictures_of(line.messages)]
+    shown = [_check(part, _Picture).model_dump(exclude_none=True) for part in pictures_of(line.messages)]
     about = sampling, benchmark, category, line.id
     answers = [
         RecordedAnswer(t.prompt_token_ids, t.output_token_ids, *about, number, place, shown)
@@ -330,7 +362,7 @@ def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any], set[str]]:
         UserError: an older file, which does not say it of each contender, says it of the main one.
     """
     try:
-        content = load((path.parent / "acceptance.json").read_bytes())
+        content = json_object((path.parent / "acceptance.json").read_bytes())
         sampling = Sampling(float(content["temperature"]), float(content["top_p"]), int(content["top_k"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None, {}, set()

@@ -23,6 +23,16 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
+def json_object(text: bytes, *keys: str) -> dict[str, Any]:
+    """The JSON object in `text`. Raises ValueError if there is none, or if it lacks one of `keys`."""
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    if missing := [key for key in keys if key not in value]:
+        raise ValueError(f"lacks {', '.join(missing)}")
+    return value
+
+
 def whole_number(value: Any) -> Any:
     """`value`, but floats as their author meant them: pandas writes a column of whole numbers with a gap as 1.0, NaN.
 
