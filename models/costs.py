@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftsmith.models.families import auto_class, layer_configs
 from draftsmith.models.quantize import precision_name, quantized_bytes
 from draftsmith.models.target import check_precision, decoder_layers, device_name
-from draftsmith.recipes.command.plan import Plan
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.schema import TargetSection
 
@@ -200,7 +200,7 @@ def cache_bytes_per_token(config: Any, size: TargetSize) -> int:
 
 
 def plan_decoding(
-    plan: Plan,
+    plan: PlanLines,
     config: Any,
     section: TargetSection,
     rows: int,
@@ -225,7 +225,7 @@ def plan_decoding(
     plan_memory(plan, size.weight_bytes + cache + of_drafter, parts, device_here(section.device))
 
 
-def plan_memory(plan: Plan, total: float, text: str, device: "Device", basis: str = "") -> None:
+def plan_memory(plan: PlanLines, total: float, text: str, device: "Device", basis: str = "") -> None:
     """Adds a line, and a problem if the device here has less memory."""
     here = f"{gigabytes(device.memory_bytes)} of the device here ({device.name})"
     plan.line("memory", f"at most {gigabytes(total)} of the {here}: {text}", basis)

@@ -166,7 +166,8 @@ def test_the_plan_says_how_large_the_states_are(place: Workspace, monkeypatch: p
         assert "states  " not in place.run("--plan", LAYERS)
         usage = shutil.disk_usage(place.folder)._replace(free=1000)
         patch.setattr(shutil, "disk_usage", lambda path: usage)
-        with pytest.raises(UserError, match=r"data\.states: at least 0\.1 MB are to be written to .* with the answers"):
-            place.run(*states_of(place))
+        for plan in ([], ["--plan"]):
+            with pytest.raises(UserError, match=r"data\.states: at least 0\.0 MB are to be written to .* with the an"):
+                place.run(*states_of(place), *plan)
         with pytest.raises(UserError, match=r"drafter\.capture_layers: .* between 0 and 2"):
             place.run(*states_of(place, "drafter.capture_layers=[7]"))

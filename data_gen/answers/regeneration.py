@@ -46,9 +46,9 @@ from draftsmith.models.formats.named_drafters import with_writing_drafter, yet_t
 from draftsmith.models.quantize import target_changes
 from draftsmith.models.turn_ends import answer_notes, stop_ids
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.plan import Plan
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.prompts.picture_files import data_url, store_picture
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.reader import (
@@ -102,7 +102,7 @@ def main(command: Command) -> int:
     for note in answer_notes(section, tokenizer):
         print(note)
     if command.plan:
-        with Plan() as plan:
+        with PlanLines() as plan:
             print_regeneration_plan(plan, recipe, tokenizer, settings, conversations, read_log(path, generator))
             plan.line("rejected", rejects.summary())
             if recipe.data.generator.kind == "openai":
@@ -125,7 +125,8 @@ def main(command: Command) -> int:
                 log.identify("served_model", servers.connect())
                 return regenerate(servers, tokenizer, todo, settings, log, rejects)
         if (asked := asked_states(recipe, generator["tokenizer_fingerprint"])) is not None:
-            check_room_for_states(recipe, asked, tokenizer, todo, log.content)
+            prompts = first_prompts(tokenizer, todo)
+            check_room_for_states(asked, recipe.states_dir, prompts, len(todo), log.content)
         writer = Writer.of(recipe, settings)
         for name, digest in weight_digests(writer.target).items():
             log.identify(name, digest)
@@ -341,14 +342,15 @@ def first_prompts(tokenizer: PreTrainedTokenizerBase, conversations: list[Conver
     return found
 
 
-def check_room_for_states(
-    recipe: Recipe, asked: Asked, tokenizer: PreTrainedTokenizerBase, todo: list[Conversation], log: LogContent
-) -> None:
-    """Raises UserError if the states of first prompts, and of answers of the mean length so far, do not fit on the
-    disk."""
-    prompts, directory = first_prompts(tokenizer, todo), recipe.states_dir
+def check_room_for_states(asked: Asked, directory: Path, prompts: list[int], count: int, log: LogContent) -> None:
+    """Raises UserError if the states of `count` conversations do not fit on the disk, with one answer each of the mean
+    length so far.
+
+    Args:
+        prompts: of `first_prompts`.
+    """
     answer = log.answer_tokens / log.answers if log.answers else 1
-    least = len(todo) * asked.bytes_of(sum(prompts) / max(1, len(prompts)) + answer, answer)
+    least = count * asked.bytes_of(sum(prompts) / max(1, len(prompts)) + answer, answer)
     if least > (free := free_bytes(directory)):
         raise UserError(
             f"data.states: at least {gigabytes(least)} are to be written to {directory} with the answers, and "
@@ -358,7 +360,7 @@ def check_room_for_states(
 
 
 def print_regeneration_plan(
-    plan: Plan,
+    plan: PlanLines,
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     settings: GenerationSettings,
@@ -402,6 +404,8 @@ def print_regeneration_plan(
         text = f"{list(states.layers)}{' and the last' * states.shape.has_last}, in {recipe.data.capture.dtype}: "
         text += f"at most {size} in {recipe.states_dir}, a row of {settings.max_length:,} tokens each; {free} are free"
         plan.line("states", text)
+        with collected(plan.problems):
+            check_room_for_states(states, recipe.states_dir, prompts, count, log)
     if generator.kind == "openai":
         plan.line("memory", "of the servers")
     else:

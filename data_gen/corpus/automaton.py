@@ -18,7 +18,7 @@ from draftsmith.models.costs import device_here, gigabytes, plan_memory
 from draftsmith.models.sam import MOST_TOKENS, StaticAutomaton, corpus_tokens
 from draftsmith.models.turn_ends import stop_ids
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.plan import Plan
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
@@ -34,7 +34,7 @@ def main(command: Command) -> None:
     recipe = command.recipe
     vocab_size = load_config(recipe.target).get_text_config().vocab_size
     if command.plan:
-        print_plan(recipe, vocab_size)
+        print_automaton_plan(recipe, vocab_size)
     else:
         with alone_in(recipe.sam_path.parent):
             sort_corpus(recipe, vocab_size)
@@ -50,9 +50,9 @@ def corpora_of(recipe: Recipe, look: bool) -> list[Corpus]:
     return [found[name] if name in found else corpus_of(answers) for name in section.names]
 
 
-def print_plan(recipe: Recipe, vocab_size: int) -> None:
+def print_automaton_plan(recipe: Recipe, vocab_size: int) -> None:
     total = 0
-    with Plan() as plan:
+    with PlanLines() as plan:
         for corpus in corpora_of(recipe, look=False):
             size = corpus.total if corpus.unit == "B" else None
             total += size or 0

@@ -34,7 +34,7 @@ from draftsmith.models.vocab import (
 )
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import conversations
-from draftsmith.recipes.command.plan import Plan
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.files.atomic import atomic_write
@@ -53,7 +53,7 @@ def main(command: Command) -> None:
     if size > vocab_size:
         raise UserError(f"drafter.vocab_size: {size} is more than the target's vocabulary of {vocab_size} tokens")
     if command.plan:
-        print_plan(recipe, size, vocab_size)
+        print_ranking_plan(recipe, size, vocab_size)
     else:
         with alone_in(Path(recipe.output_dir)):
             choose_vocab(recipe, size, vocab_size)
@@ -64,9 +64,9 @@ def counts_path_of(recipe: Recipe) -> Path:
     return Path(recipe.output_dir) / "token_counts.safetensors"
 
 
-def print_plan(recipe: Recipe, size: int, vocab_size: int) -> None:
+def print_ranking_plan(recipe: Recipe, size: int, vocab_size: int) -> None:
     sources = recipe.data.ranking.sources
-    with Plan() as plan:
+    with PlanLines() as plan:
         if not sources or ANSWERS in {source.source for source in sources}:
             plan.reads(conversations(recipe))
         for source in sources:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.plan import Plan
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
@@ -167,7 +167,7 @@ def _print_plan(recipe: Recipe, sources: list[str]) -> None:
     conversations = in_drawn_order(read, section.seed)
     prompts = list(prompts_for_long_answers(conversations, section, rejects, data_url))
     most = "all usable records" if section.max_prompts is None else f"at most {section.max_prompts:,}"
-    with Plan() as plan:
+    with PlanLines() as plan:
         plan.line("reads", ", ".join(sources))
         plan.line("prompts", most)
         plan.line("a sample", f"{len(conversations):,} records give {len(prompts):,} prompts; {rejects.summary()}")

@@ -20,7 +20,7 @@ from typing import Any
 
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.launch import rank
-from draftsmith.recipes.command.plan import Plan
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
@@ -329,7 +329,7 @@ def main(command: Command) -> None:
             f"data.conversations: {file} does not exist; run `draftsmith regenerate` first, or name data.prompts"
         )
     if command.plan:
-        plan = Plan()
+        plan = PlanLines()
         plan.line("reads", ", ".join([*prompts, *([str(file)] if file else [])]))
         plan.line("compares with", ", ".join(as_list(recipe.eval.prompts)))
         plan.writes(recipe.contamination_path)

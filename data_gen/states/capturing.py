@@ -39,7 +39,7 @@ from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.target import Target
 from draftsmith.models.target_session import batches_by_length
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.plan import Plan
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import clear_partial_files
@@ -78,7 +78,7 @@ def lead(team: Team, command: Command) -> None:
         raise UserError(f"data.states: {problem}")
     check_export(recipe)
     if not recipe.conversations_path.exists():  # planned before regeneration
-        with Plan() as plan:
+        with PlanLines() as plan:
             plan_before_regeneration(plan, recipe)
         return
     rejects = Rejects(None if command.plan else recipe.training_rejects_path)
@@ -89,7 +89,7 @@ def lead(team: Team, command: Command) -> None:
         if directory.exists() and not command.plan:
             held.enter_context(alone_in(directory))
         manifest, written = store_so_far(directory, job, command.verify), rows_written(directory, job)
-        with Plan() as plan:
+        with PlanLines() as plan:
             plan_capture(plan, job, manifest, directory, written)
             check_room(job, manifest, directory, written)
         if command.plan:

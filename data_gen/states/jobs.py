@@ -33,7 +33,7 @@ from draftsmith.models.costs import free_bytes, gigabytes, torch_dtype
 from draftsmith.models.quantize import target_changes
 from draftsmith.models.target import Target, checked_capture_layers
 from draftsmith.recipes.command.inputs import conversations
-from draftsmith.recipes.command.plan import Plan, plural
+from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
@@ -212,7 +212,7 @@ def estimated_bytes(job: Job) -> int:
     return shards + pictures + job.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(job.shards))
 
 
-def plan_before_regeneration(plan: Plan, recipe: Recipe) -> None:
+def plan_before_regeneration(plan: PlanLines, recipe: Recipe) -> None:
     if note := bounded_rows(recipe):
         print(note)
     longest, asked = longest_row(recipe), Asked.of(recipe, tokenizer_fingerprint(load_tokenizer(recipe.target)))
@@ -225,7 +225,9 @@ def plan_before_regeneration(plan: Plan, recipe: Recipe) -> None:
     plan.writes(recipe.states_dir)
 
 
-def plan_capture(plan: Plan, job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None) -> None:
+def plan_capture(
+    plan: PlanLines, job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None
+) -> None:
     rows, shape = job.rows, job.shape
     tokens = sum(stored_tokens(row, shape.picture_states) for row in rows)
     taught = sum(taught_tokens(row.spans) for row in rows)

@@ -39,7 +39,7 @@ from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.turn_ends import answer_notes
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.plan import Plan
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import partial_path, sync_to_disk
 from draftsmith.recipes.files.lock import alone_in
@@ -77,7 +77,7 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
         for note in answer_notes(recipe.target, load_tokenizer(recipe.target)):
             print(note)
         if plan:
-            with Plan() as lines:
+            with PlanLines() as lines:
                 lines.problems += [full] if full else []
                 print_evaluation_plan(lines, recipe, asked, contenders)
                 try:
@@ -286,7 +286,9 @@ def how_made(recipe: Recipe, lineup: Lineup, contenders: Sequence[Contender]) ->
     ) | {"target_identity": lineup.identity}
 
 
-def print_evaluation_plan(plan: Plan, recipe: Recipe, asked: list[Question], contenders: Sequence[Contender]) -> None:
+def print_evaluation_plan(
+    plan: PlanLines, recipe: Recipe, asked: list[Question], contenders: Sequence[Contender]
+) -> None:
     prompts = Counter(question.benchmark for question in asked)
     turns = Counter(turn for question in asked for turn in [question.benchmark] * len(question.turns))
     pictures = Counter(name for question in asked for name in [question.benchmark] * question.pictures)

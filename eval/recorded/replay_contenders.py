@@ -36,7 +36,7 @@ from draftsmith.models.checkpoint import read_drafter_config
 from draftsmith.models.costs import cache_bytes_per_token, device_here, gigabytes, plan_memory, target_size
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.command.plan import Plan
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe, TargetSection
@@ -151,7 +151,7 @@ def _sizes(section: TargetSection) -> tuple[Any, Any]:
 def print_replay_plan(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> None:
     answers, size = _baseline(recording, contenders), target_size(load_config(recipe.target), recipe.target)
     states = planned_bytes(recipe, recording, contenders)
-    with Plan() as plan:
+    with PlanLines() as plan:
         plan.line("reads", f"{recording.path}: {len(answers):,} answers, {answer_tokens(answers):,} tokens", "counted")
         plan.line("replayed by", "; ".join(contender.name for contender in contenders))
         text = f"target {gigabytes(size.weight_bytes)} ({size.weight_basis}), states of "

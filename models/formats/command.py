@@ -22,7 +22,7 @@ from draftsmith.models.formats.exporting import (
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import drafter, need
-from draftsmith.recipes.command.plan import Plan
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import written
 from draftsmith.recipes.schema import ExportSection, Recipe, TargetSection
@@ -69,7 +69,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         raise UserError(f"--with-target and --target-gguf: {engine.title} reads no GGUF; they belong to --to llama.cpp")
     measured = cards.read_measurement(measured_file, source)
     which = f"{kind_text(source.shape)} for {source.target['model']}" + ", yet to be trained" * yet_to_train
-    plan = Plan()
+    plan = PlanLines()
     plan.line("drafter", f"{directory}: {which}")
     others = ", ".join(other.title for other in able_engines(source) if other is not engine)
     plan.line("engine", f"{engine.title}; also able: {others or 'none'}")
@@ -141,7 +141,7 @@ def import_main(arguments: Namespace) -> None:
     folder = read_folder(directory, arguments.allow_bin)
     foreign = importing.read_for(folder, section)
     shape = foreign.shape
-    plan = Plan()
+    plan = PlanLines()
     plan.line("drafter", f"{directory}: {kind_text(shape)}, {shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens")
     if arguments.plan:
         plan.writes(arguments.out)

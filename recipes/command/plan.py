@@ -16,7 +16,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import written
 
 
-class Plan:
+class PlanLines:
     """Prints a plan's lines. As a context it ends with a UserError that names everything that cannot work.
 
     Attributes:
@@ -26,7 +26,7 @@ class Plan:
     def __init__(self) -> None:
         self.problems: list[str] = []
 
-    def __enter__(self) -> "Plan":
+    def __enter__(self) -> "PlanLines":
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> None:

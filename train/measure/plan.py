@@ -28,7 +28,7 @@ from draftsmith.models.costs import (
 from draftsmith.models.target import check_precision
 from draftsmith.recipes.command.inputs import conversations, draft_vocab
 from draftsmith.recipes.command.launch import rank
-from draftsmith.recipes.command.plan import Plan, plural
+from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
@@ -60,7 +60,7 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
     """
     if rank() > 0:
         return
-    with Plan() as plan:
+    with PlanLines() as plan:
         run = _read(plan, recipe, tokenizer, processes)
         _plan_steps(plan, run, tera_flops_per_second)
         _plan_memory(plan, run)
@@ -68,7 +68,7 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
         plan.writes(recipe.checkpoints_dir, recipe.metrics_path, recipe.drafter_dir)
 
 
-def _read(plan: Plan, recipe: Recipe, tokenizer: Any, processes: int) -> PlannedRun:
+def _read(plan: PlanLines, recipe: Recipe, tokenizer: Any, processes: int) -> PlannedRun:
     """Checks the files that are there as a run does, as far as that can be told without the target's weights."""
     section, fingerprint = recipe.target, tokenizer_fingerprint(tokenizer)
     config = load_config(section)
@@ -120,7 +120,7 @@ def _resumption(run: PlannedRun, store: Store | None) -> Iterator[str]:
         print(note)
 
 
-def _plan_steps(plan: Plan, run: PlannedRun, tera_flops_per_second: float | None) -> None:
+def _plan_steps(plan: PlanLines, run: PlannedRun, tera_flops_per_second: float | None) -> None:
     section, rows, shape = run.recipe.train, run.rows, run.shape
     tokens = sum(len(row.input_ids) for row in rows)
     if rows:
@@ -158,7 +158,7 @@ def _plan_steps(plan: Plan, run: PlannedRun, tera_flops_per_second: float | None
         plan.line("replay", text)
 
 
-def _plan_draft_vocab(plan: Plan, run: PlannedRun) -> None:
+def _plan_draft_vocab(plan: PlanLines, run: PlannedRun) -> None:
     """Adds a line if the answers hold fewer tokens than the draft vocabulary that rank-vocab will choose by them."""
     recipe, ranked = run.recipe, run.shape.draft_vocab_size
     if recipe.draft_vocab_path.exists() or recipe.data.ranking.sources or recipe.drafter.init_from:
@@ -197,7 +197,7 @@ def _time(run: PlannedRun, steps: int, tokens: int, tera_flops_per_second: float
     return f"{duration(flops / reached)}, {flops:.1e} operations per device", f"assumed: {basis}"
 
 
-def _plan_memory(plan: Plan, run: PlannedRun) -> None:
+def _plan_memory(plan: PlanLines, run: PlannedRun) -> None:
     parts, section = planned_memory(run), run.recipe.train
     at_most = "the largest batch" if run.rows else "a batch of the longest possible rows"
     shared = f", DeepSpeed's buffers by ZeRO {section.zero_stage} assumed" * bool(section.zero_stage)
@@ -213,7 +213,7 @@ def _plan_memory(plan: Plan, run: PlannedRun) -> None:
         plan.line("network", f"{gigabytes(sent)} to each process in every pass of the target, not timed", "exact")
 
 
-def _plan_disk(plan: Plan, run: PlannedRun) -> None:
+def _plan_disk(plan: PlanLines, run: PlannedRun) -> None:
     section, folder = run.recipe.train, Path(run.recipe.output_dir)
     size = run.parameters, run.shape.draft_vocab_size, run.shape.vocab_size
     one, drafter = checkpoint_bytes(*size), drafter_bytes(*size)
