@@ -121,18 +121,10 @@ def shared_out(size: TargetSize, processes: int) -> TargetSize:
 
     Exact for plain checkpoints, apart from the buffers of collectives.
     """
-    if processes == 1:
-        return replace(size, weight_basis=f"{size.weight_basis}: one process alone holds it whole")
-    unit = size.weight_bytes / size.parameters
-    piece = sum(size.layer_parameters) * unit / processes
-    gathered = max(size.layer_parameters) * unit
-    rest = (size.parameters - sum(size.layer_parameters)) * unit
-    return replace(
-        size,
-        weight_bytes=piece + gathered + rest,
-        weight_basis=f"estimate: layers {gigabytes(piece)}, 1/{processes} of them; the one at work "
-        f"{gigabytes(gathered)}; the rest {gigabytes(rest)}, whole",
-    )
+    unit, layers = size.weight_bytes / size.parameters, size.layer_parameters
+    held = size.parameters - sum(layers) * (1 - 1 / processes) + max(layers) * (processes > 1)
+    basis = f"1/{processes} of the layers; whole, the one at work and what is no layer"
+    return replace(size, weight_bytes=held * unit, weight_basis=basis)
 
 
 def torch_dtype(config: Any, dtype: str) -> torch.dtype:
@@ -239,40 +231,6 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-BUCKET = 500_000_000  # gradients that DeepSpeed sends at a time, at most
-
-
-@dataclass(frozen=True)
-class TrainingStates:
-    """Bytes on one process's device for training parameters in float32."""
-
-    weights: int
-    adamw_moments: int
-    gradients: int  # alive from the first backward pass to the update
-    buckets: int = 0  # copies of gradients while processes exchange them
-    gathered: int = 0  # weights of other processes, gathered for a forward
-
-    @classmethod
-    def of(cls, parameters: int, processes: int = 1, zero_stage: int = 0, offloaded: bool = False) -> "TrainingStates":
-        """
-        Args:
-            zero_stage: DeepSpeed's. It updates float32 pieces of its own beside the weights, and sends gradients in
-                buckets of at most 500 million, or the drafter's size, two at a time.
-            offloaded: moments and pieces are in host memory.
-        """
-        whole = 4 * parameters
-        if not zero_stage:
-            return cls(whole, 2 * whole, whole, whole if processes > 1 else 0)
-        piece = -(-whole // processes)
-        return cls(
-            weights=(piece if zero_stage == 3 else whole) + (0 if offloaded else piece),
-            adamw_moments=0 if offloaded else 2 * piece,
-            gradients=whole if zero_stage == 1 else piece,
-            buckets=2 * min(whole, 4 * BUCKET),
-            gathered=whole if zero_stage == 3 else 0,
-        )
-
-
 def drafter_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) -> int:
     """The drafter on disk without the header: parameters in float32, d2t (int64) and t2d (one byte)."""
     return 4 * parameters + 8 * draft_vocab_size + vocab_size
@@ -280,7 +238,7 @@ def drafter_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) -> in
 
 def checkpoint_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) -> int:
     """A training checkpoint: the drafter and AdamW's two moments, without some 50 kB of state and headers."""
-    return drafter_bytes(parameters, draft_vocab_size, vocab_size) + TrainingStates.of(parameters).adamw_moments
+    return drafter_bytes(parameters, draft_vocab_size, vocab_size) + 2 * 4 * parameters
 
 
 class Meter(TorchDispatchMode):

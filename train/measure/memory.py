@@ -4,7 +4,7 @@ The unroll is run dry (`train.measure.dry_run`). Arithmetic (`models.costs`) cov
 optimiser, replay, and the process itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,13 +15,14 @@ from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import length_of, taught_tokens
 from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.eval.recorded.replay import pass_tokens, replay_bytes
-from draftsmith.models.costs import Device, TargetSize, TrainingStates, target_forward_bytes
+from draftsmith.models.costs import Device, TargetSize, target_forward_bytes
 from draftsmith.models.drafters import trainable_parameters
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.recipes.schema import CHAINS, Recipe
 from draftsmith.train.measure.dry_run import LAYER, LOGITS, WEIGHT_SHAPED, dry_run
 
 CUDA_CONTEXT_BYTES = 500_000_000  # on a device, by CUDA itself
+BUCKET = 500_000_000  # gradients that DeepSpeed sends at a time, at most; two buckets are under way
 # Freed memory that an allocator keeps, as a share of a micro-batch's tensors. Micro-batches differ in length, and
 # glibc's malloc keeps the pieces: 0.4 on the demo (docs/training.md).
 CPU_RESERVE = 1.5
@@ -87,52 +88,39 @@ class PlannedRun:
 
 
 def planned_memory(run: PlannedRun) -> dict[str, float]:
-    """Peak bytes of one process on its device by part, all alive at the same moment."""
-    section, shape, tokens = run.recipe.train, run.shape, run.longest_tokens
-    rows = min(section.batch_size, len(run.rows) or section.batch_size)
-    sizes = rows, tokens, run.most_columns
-    unroll = dry_run(section, shape, run.target_config, run.size.dtype, *sizes, run.device.type).peak_bytes
-    target_pass = target_forward_bytes(run.target_config, run.size, rows, tokens, len(shape.capture_layers))
-    offloaded = section.offload_optimizer and not run.device.is_cpu
-    return memory_of(
-        run.size,
-        unroll,
-        0.0 if run.reads_states else target_pass,
-        section.gradient_accumulation_steps > 1,
-        TrainingStates.of(run.parameters, run.processes, section.zero_stage, offloaded),
-        run.device.is_cpu,
-        planned_replay_bytes(run),
-    )
+    """Peak bytes of one process on its device by part: what it always holds, and the widest of four moments.
 
-
-def memory_of(
-    size: TargetSize,
-    unroll: Mapping[str, float],
-    target_pass_bytes: float,
-    accumulates: bool,
-    states: TrainingStates,
-    on_cpu: bool,
-    replay_bytes: float = 0,
-) -> dict[str, float]:
-    """Peak bytes by part: the permanent parts, and the widest of four moments.
-
-    Gradients of earlier micro-batches and the buckets that processes exchange are alive beside each moment. On a GPU
-    AdamW updates all parameters at once and needs one more copy.
+    Gradients of earlier micro-batches, and the buckets in which processes exchange gradients, are alive beside each
+    moment. On a GPU AdamW updates all parameters at once and needs one more copy. DeepSpeed's ZeRO updates float32
+    pieces of its own beside the weights, which are in host memory, as the moments are, if they are offloaded.
     """
-    always: dict[str, float] = {TARGET_WEIGHTS: size.weight_bytes, KEPT: states.weights + states.adamw_moments}
-    kept = states.gradients * accumulates + states.buckets
-    update = states.gradients + (0 if on_cpu else states.adamw_moments // 2)
-    used = unroll.get(WEIGHT_SHAPED, 0) + kept + states.gathered
-    moments: list[Mapping[str, float]] = [
-        {TARGET_PASS: target_pass_bytes, WEIGHT_SHAPED: kept},
-        {**unroll, WEIGHT_SHAPED: used},
-        {UPDATE: update, WEIGHT_SHAPED: states.buckets},
-        {REPLAY: replay_bytes, WEIGHT_SHAPED: states.buckets + states.gathered},
-    ]
-    widest = max(moments, key=lambda moment: sum(moment.values()))
-    process = psutil.Process().memory_info().rss if on_cpu else CUDA_CONTEXT_BYTES
-    own = {PROCESS: process, RESERVE: (CPU_RESERVE if on_cpu else GPU_RESERVE) * sum(widest.values())}
-    return always | {name: count for name, count in widest.items() if count} | own
+    section, shape, size, on_cpu = run.recipe.train, run.shape, run.size, run.device.is_cpu
+    whole, zero = 4 * run.parameters, section.zero_stage
+    weights, moments, gradients, gathered = whole, 2 * whole, whole, 0
+    buckets = whole if run.processes > 1 else 0
+    if zero:
+        piece = -(-whole // run.processes)
+        updated = 0 if section.offload_optimizer and not on_cpu else piece
+        weights, moments = (piece if zero == 3 else whole) + updated, 2 * updated
+        gradients, gathered = whole if zero == 1 else piece, whole if zero == 3 else 0
+        buckets = 2 * min(whole, 4 * BUCKET)
+
+    tokens, rows = run.longest_tokens, min(section.batch_size, len(run.rows) or section.batch_size)
+    sizes = rows, tokens, run.most_columns, run.device.type
+    unroll = dry_run(section, shape, run.target_config, size.dtype, *sizes).peak_bytes
+    target_pass = target_forward_bytes(run.target_config, size, rows, tokens, len(shape.capture_layers))
+    kept = gradients * (section.gradient_accumulation_steps > 1) + buckets
+    widest: dict[str, float] = max(
+        {TARGET_PASS: 0 if run.reads_states else target_pass, WEIGHT_SHAPED: kept},
+        {**unroll, WEIGHT_SHAPED: unroll.get(WEIGHT_SHAPED, 0) + kept + gathered},
+        {UPDATE: gradients + (0 if on_cpu else moments // 2), WEIGHT_SHAPED: buckets},
+        {REPLAY: planned_replay_bytes(run), WEIGHT_SHAPED: buckets + gathered},
+        key=lambda moment: sum(moment.values()),
+    )
+    always = {TARGET_WEIGHTS: size.weight_bytes, KEPT: weights + moments}
+    always[PROCESS] = psutil.Process().memory_info().rss if on_cpu else CUDA_CONTEXT_BYTES
+    always[RESERVE] = (CPU_RESERVE if on_cpu else GPU_RESERVE) * sum(widest.values())
+    return {part: count for part, count in (always | widest).items() if count}
 
 
 def planned_replay_bytes(run: PlannedRun) -> float:
