@@ -7,10 +7,11 @@ units; GB are 10**9 bytes. Docstrings tell exact values from assumptions.
 import copy
 import importlib.util
 import platform
+import shutil
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftsmith.models.families import auto_class, layer_configs
 from draftsmith.models.quantize import precision_name, quantized_bytes
 from draftsmith.models.target import check_precision, decoder_layers, device_name
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.schema import TargetSection
 
-# Dense bf16 operations per second and bytes per second, from the vendors' data sheets. The first matching name counts.
-PEAKS_PER_SECOND = {
-    "B200": (2250e12, 8.0e12),
-    "H200": (989e12, 4.8e12),
-    "H100 PCIe": (756e12, 3.35e12),
-    "H100 NVL": (835e12, 3.35e12),
-    "H100": (989e12, 3.35e12),
-    "A100": (312e12, 2.0e12),
-    "L40S": (362e12, 0.86e12),
-    "RTX 5090": (209e12, 1.79e12),
-    "RTX 4090": (165e12, 1.0e12),
-    "RTX 3090": (71e12, 0.94e12),
+# Dense bf16 operations per second, from the vendors' data sheets. The first matching name counts.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 5090": 209e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
 }
 # Bits of one weight where a quantised checkpoint stays quantised, its scales included.
 BITS_BY_METHOD = {"mxfp4": 4.25, "fp8": 8.0, "fbgemm_fp8": 8.0, "gptq": 4.25, "awq": 4.25, "bitsandbytes": 4.5}
@@ -119,18 +121,10 @@ def shared_out(size: TargetSize, processes: int) -> TargetSize:
 
     Exact for plain checkpoints, apart from the buffers of collectives.
     """
-    if processes == 1:
-        return replace(size, weight_basis=f"{size.weight_basis}: one process alone holds it whole")
-    unit = size.weight_bytes / size.parameters
-    piece = sum(size.layer_parameters) * unit / processes
-    gathered = max(size.layer_parameters) * unit
-    rest = (size.parameters - sum(size.layer_parameters)) * unit
-    return replace(
-        size,
-        weight_bytes=piece + gathered + rest,
-        weight_basis=f"estimate: layers {gigabytes(piece)}, 1/{processes} of them; the one at work "
-        f"{gigabytes(gathered)}; the rest {gigabytes(rest)}, whole",
-    )
+    unit, layers = size.weight_bytes / size.parameters, size.layer_parameters
+    held = size.parameters - sum(layers) * (1 - 1 / processes) + max(layers) * (processes > 1)
+    basis = f"1/{processes} of the layers; whole, the one at work and what is no layer"
+    return replace(size, weight_bytes=held * unit, weight_basis=basis)
 
 
 def torch_dtype(config: Any, dtype: str) -> torch.dtype:
@@ -197,85 +191,44 @@ def cache_bytes_per_token(config: Any, size: TargetSize) -> int:
     return sum(2 * groups * head_dim for _, groups, head_dim in attention_shapes(config)) * size.dtype.itemsize
 
 
-# Share of a device's bandwidth that decoding reaches, and the Python overhead of one step.
-BANDWIDTH_UTILISATION = 0.5
-SECONDS_PER_STEP = 0.025
-
-
-def decoding_lines(config: Any, section: TargetSection, rows: int, tokens: int, extra_bytes: int = 0) -> list[str]:
-    """A plan's lines on decoding in this process: memory, and whether it fits the device here.
+def plan_decoding(
+    plan: PlanLines,
+    config: Any,
+    section: TargetSection,
+    rows: int,
+    tokens: int,
+    of_drafter: int = 0,
+    not_counted: Iterable[str] = ("activations",),
+) -> None:
+    """Adds the memory of decoding in this process to a plan.
 
     Args:
         config: from AutoConfig.
         rows, tokens: conversations side by side, and the length of the longest, prompt and answer.
-        extra_bytes: a drafter's.
     """
     check_precision(section)
     size = target_size(config, section)
-    device = device_here(section.device)
     texts = 1 if section.guidance is None else 2  # a guided target reads each with and without its caption
     cache = cache_bytes_per_token(config.get_text_config(), size) * texts * rows * tokens
-    total = size.weight_bytes + cache + extra_bytes
-    beside = f", the drafter {gigabytes(extra_bytes)}" if extra_bytes else ""
-    lines = [
-        f"memory         {gigabytes(total)} at most, besides activations: the target's weights "
-        f"{gigabytes(size.weight_bytes)} ({size.weight_basis}){beside},",
-        f"               keys and values {gigabytes(cache)} ({texts * rows:,} x {tokens:,} tokens)",
-    ]
+    parts = f"target {gigabytes(size.weight_bytes)} ({size.weight_basis})"
+    parts += f", drafter {gigabytes(of_drafter)}" * bool(of_drafter)
+    parts += f", keys and values {gigabytes(cache)} ({texts * rows:,} x {tokens:,} tokens)"
+    parts += f"; not counted: {', '.join(not_counted)}"
+    plan_memory(plan, size.weight_bytes + cache + of_drafter, parts, device_here(section.device))
+
+
+def plan_memory(plan: PlanLines, total: float, text: str, device: "Device", basis: str = "") -> None:
+    """Adds a line, and a problem if the device here has less memory."""
+    here = f"{gigabytes(device.memory_bytes)} of the device here ({device.name})"
+    plan.line("memory", f"at most {gigabytes(total)} of the {here}: {text}", basis)
     if total > device.memory_bytes:
-        lines.append(
-            f"CANNOT WORK: {gigabytes(total)} do not fit the {gigabytes(device.memory_bytes)} of the device here "
-            f"({device.name})"
-        )
-    return lines
+        plan.problems.append(f"memory: {gigabytes(total)} do not fit the {here}")
 
 
-def decoding_time(config: Any, section: TargetSection, rows: int, tokens: float) -> str:
-    """Text with the estimated time of `tokens`, `rows` at a time, on the device here, and its assumption."""
-    device = device_here(section.device)
-    if device.peaks is None:
-        return f"not known for {device.name}; the progress bar shows it after the first answers"
-    size = target_size(config, section)
-    reached = device.peaks[1] * BANDWIDTH_UTILISATION
-    seconds = max(SECONDS_PER_STEP, size.weight_bytes / reached) * tokens / rows
-    return (
-        f"{duration(seconds)}, assumed: a step gives {rows} tokens, reads the weights at {reached / 1e12:.1f} TB/s "
-        f"and takes {SECONDS_PER_STEP * 1e3:.0f} ms at least"
-    )
-
-
-BUCKET = 500_000_000  # gradients that DeepSpeed sends at a time, at most
-
-
-@dataclass(frozen=True)
-class TrainingStates:
-    """Bytes on one process's device for training parameters in float32."""
-
-    weights: int
-    adamw_moments: int
-    gradients: int  # alive from the first backward pass to the update
-    buckets: int = 0  # copies of gradients while processes exchange them
-    gathered: int = 0  # weights of other processes, gathered for a forward
-
-    @classmethod
-    def of(cls, parameters: int, processes: int = 1, zero_stage: int = 0, offloaded: bool = False) -> "TrainingStates":
-        """
-        Args:
-            zero_stage: DeepSpeed's. It updates float32 pieces of its own beside the weights, and sends gradients in
-                buckets of at most 500 million, or the drafter's size, two at a time.
-            offloaded: moments and pieces are in host memory.
-        """
-        whole = 4 * parameters
-        if not zero_stage:
-            return cls(whole, 2 * whole, whole, whole if processes > 1 else 0)
-        piece = -(-whole // processes)
-        return cls(
-            weights=(piece if zero_stage == 3 else whole) + (0 if offloaded else piece),
-            adamw_moments=0 if offloaded else 2 * piece,
-            gradients=whole if zero_stage == 1 else piece,
-            buckets=2 * min(whole, 4 * BUCKET),
-            gathered=whole if zero_stage == 3 else 0,
-        )
+def free_bytes(folder: Path) -> int:
+    """Free bytes of the disk that holds or will hold `folder`."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    return shutil.disk_usage(there).free
 
 
 def drafter_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) -> int:
@@ -285,7 +238,7 @@ def drafter_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) -> in
 
 def checkpoint_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) -> int:
     """A training checkpoint: the drafter and AdamW's two moments, without some 50 kB of state and headers."""
-    return drafter_bytes(parameters, draft_vocab_size, vocab_size) + TrainingStates.of(parameters).adamw_moments
+    return drafter_bytes(parameters, draft_vocab_size, vocab_size) + 2 * 4 * parameters
 
 
 class Meter(TorchDispatchMode):
@@ -344,9 +297,13 @@ class Device:
     is_cpu: bool
 
     @property
-    def peaks(self) -> tuple[float, float] | None:
-        """(operations, bytes) per second; None for unknown devices."""
-        return next((peaks for name, peaks in PEAKS_PER_SECOND.items() if name in self.name), None)
+    def type(self) -> str:
+        return "cpu" if self.is_cpu else "cuda"
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Dense bf16 operations per second; None for unknown devices."""
+        return next((peak for name, peak in PEAK_FLOPS.items() if name in self.name), None)
 
 
 def device_here(wanted: str = "auto") -> Device:

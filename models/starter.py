@@ -102,7 +102,7 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
 # {vocabulary:,} tokens, {positions:,} positions. Written by `draftsmith init`. The numbers are a starting point, not a
 # result: docs/recipes.md explains them, recipes/schema.py lists every key.
 #
-#   draftsmith run {shlex.quote(str(path))} --plan     # what it would take: tokens, steps, memory, disk, time
+#   draftsmith run {shlex.quote(str(path))} --plan     # what it would take: files, tokens, memory, disk
 #   draftsmith run {shlex.quote(str(path))}            # answers, draft vocabulary, drafter, acceptance; resumable
 #   Try it small first, with output_dir=runs/try data.max_prompts=200 train.max_steps=50 train.warmup_steps=5
 

@@ -25,7 +25,7 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from draftsmith.data_gen import capture as script
-from draftsmith.data_gen.states import capturing, jobs
+from draftsmith.data_gen.states import capturing
 from draftsmith.data_gen.states.capture_processes import Team
 from draftsmith.data_gen.states.jobs import Job, estimated_bytes
 from draftsmith.data_gen.states.shards import file_problem
@@ -132,7 +132,7 @@ def test_the_plan_says_within_two_percent_what_is_written(
     recipe = load_recipe(recipe_path, overrides)
     job = Job.of(recipe, rows_of(recipe), tokenizer_fingerprint(load_tokenizer(recipe.target)))
     capture(recipe_path, *overrides, "--plan")
-    assert not (tmp_path / "states").exists() and "bytes of states" in capsys.readouterr().out
+    assert not (tmp_path / "states").exists() and "are free" in capsys.readouterr().out
     capture(recipe_path, *overrides)
     written = sum(len(content) for content in files_of(tmp_path / "states").values())
     assert estimated_bytes(job) == pytest.approx(written, rel=0.02)
@@ -149,7 +149,7 @@ def test_it_can_be_planned_before_there_are_answers(
     overrides.append("data.prompts=recipes/demo_prompts/stdlib-train.jsonl.gz")
     capture(recipe_path, *overrides, "--plan")
     said = capsys.readouterr().out
-    assert "yet.jsonl, which is not there yet" in said and "of states for 1,000 rows" in said
+    assert "yet.jsonl  [`draftsmith regenerate` writes it]" in said and "for 1 row of " in said
     with pytest.raises(UserError, match=r"yet\.jsonl does not exist; run `draftsmith regenerate` first"):
         capture(recipe_path, *overrides)
     assert not (tmp_path / "states").exists()
@@ -159,7 +159,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr(jobs.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UserError, match=r"MB are still to be written to .* and 0\.1 MB are free there: make room"):
         capture(recipe_path, f"data.states={tmp_path / 'states'}")
     assert not (tmp_path / "states").exists()

@@ -88,7 +88,7 @@ def test_compare_measures_everyone_on_the_same_prompts(place: Path, capsys: pyte
         "cut: eagle2, at most 12 nodes, at most 3 draft calls",
     ):
         assert said in planned
-    assert "from 16 tokens" in planned and "draft model  " in planned and "answers      63," in planned
+    assert "from 16 tokens" in planned and "not counted: " in planned and "answers        63," in planned
     run_main(acceptance, *arguments)
     content = report_files.read_acceptance(place / "out/acceptance.json")
     rows = content["contenders"]

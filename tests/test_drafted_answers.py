@@ -63,7 +63,7 @@ def test_the_plan_names_the_drafter_and_loads_nothing(place: Workspace, monkeypa
     place.ask(2)
     monkeypatch.setattr(generators, "Lineup", None)
     printed = place.run("--plan", f"data.generator.drafter={drafter}")
-    assert f"drafter        {drafter}, 3 tokens for each pass" in printed and ", the drafter 0." in printed
+    assert f"drafter        {drafter}, 3 tokens for each pass" in printed and ", drafter 0." in printed
 
 
 def test_what_cannot_draft_is_told_before_anything_is_loaded(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,14 +95,14 @@ def test_a_plan_comes_before_the_training(
     words = "recipe.yaml", "output_dir=new", "--plan"
     code, said = call(monkeypatch, capsys, script.main, *words, "export.to=sglang")
     assert code == 0 and "new/drafter: eagle3 for target, yet to be trained" in said, said
-    assert "writes      new/export/sglang (not written" in said
+    assert "writes         new/export/sglang  [new]" in said
     code, said = call(monkeypatch, capsys, script.main, *words, "export.to=sglang", "drafter.kind=poss")
     assert code == 2 and "no engine can" in said
     save_target(run_dir.parent / "target", family="gemma2")  # scales its embeddings, which its config tells
     code, said = call(monkeypatch, capsys, script.main, *words)
     assert code == 0 and "also able: SGLang, EAGLE's code, speculators, llama.cpp\n" in said
     code, said = call(monkeypatch, capsys, script.main, *words, "drafter.fc_norm=true")
-    assert code == 0 and "engine      vLLM; also able: speculators\n" in said
+    assert code == 0 and "engine         vLLM; also able: speculators\n" in said
 
 
 def test_numbers_of_other_weights_are_not_told(
@@ -129,7 +129,7 @@ def test_a_checkpoint_is_exported_and_imported_without_a_recipe(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, said = call(monkeypatch, capsys, script.main, "run/drafter", "--to", "speculators", "--out", "served")
-    assert code == 0 and "acceptance  none" in said
+    assert code == 0 and "acceptance     none" in said
     words = ["served", "--target", "target", "--out", "back"]
     code, said = call(monkeypatch, capsys, import_script.main, *words, "--plan")
     assert code == 0 and not Path("back").exists()

@@ -72,7 +72,7 @@ def test_a_foreign_folder_is_measured_as_its_import(place: Path, capsys: pytest.
     assert report["drafter"] == str(imported.relative_to(place)) and "drafter" in report["made"]["data"]
     said = capsys.readouterr().out
     assert "foreign eagle3: the run would import it into run/imported/foreign-" in said
-    assert f"drafter      {imported.relative_to(place)}: yet to be imported. Its memory is not counted" in said
+    assert f"reads          {imported.relative_to(place)}  [yet to be imported]" in said
 
 
 def test_an_import_is_made_once_for_each_content_and_target(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_names_on_the_hub(hub: HubServer, place: Path, checkpoint: Path, capsys:
         run_main(acceptance, "measure.yaml", f"eval.drafter={each}", "--plan")
         said = capsys.readouterr().out
         assert f"{each!r} is no folder in {place}: the run would fetch it" in said
-        assert f"run/imported/{re.sub('[/@]', '--', each)}: yet to be imported" in said
+        assert f"run/imported/{re.sub('[/@]', '--', each)}  [yet to be imported]" in said
     assert hub.counted("GET", "") == 0 and not (place / "run").exists()
     assert files(Path(str(measured(place, "me/ours")))) == files(checkpoint)  # in the Hub's cache: nothing to import
     imported = Path(str(measured(place, name)))

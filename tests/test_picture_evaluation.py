@@ -186,7 +186,7 @@ def test_the_tower_reads_a_picture_once_for_all_contenders(place: Path, monkeypa
 
 def test_the_plan_counts_pictures_and_writes_none(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     measure(place, "--plan", f"eval.out={place / 'planned'}")
-    assert "prompts      prompts: 5 (7 turns, 6 pictures)\n" in capsys.readouterr().out
+    assert "prompts        prompts: 5 (7 turns, 6 pictures)  [counted]\n" in capsys.readouterr().out
     assert not (place / "planned").exists()
 
 

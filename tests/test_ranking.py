@@ -299,9 +299,9 @@ def test_plan_says_what_would_be_counted_and_writes_nothing(place: Path, rank_by
     a = write_lines(place / "a.jsonl", [{"text": "the cat sat"}])
     sources = [{"source": str(a), "weight": 2}, {"source": "hf:org/name:train", "max_documents": 5000}]
     printed = rank_by(sources, "--plan", "drafter.vocab_size=9")
-    assert f"counts {a}; weight 2" in printed
-    assert "counts hf:org/name:train, 5,000 documents at most; weight 1" in printed
-    assert "writes 9 of 320 target tokens" in printed and "the lowest other ids fill it up" in printed
+    assert f"counts         {a}; weight 2" in printed
+    assert "counts         hf:org/name:train, 5,000 documents at most; weight 1" in printed
+    assert "9 of the target's 320" in printed and "the lowest other ids fill it up" in printed
     assert sorted(path.name for path in place.iterdir()) == ["a.jsonl", "recipe.yaml"]
     with pytest.raises(UserError, match="no such file"):
         rank_by([{"source": str(place / "gone.txt")}], "--plan")

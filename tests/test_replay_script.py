@@ -21,6 +21,7 @@ from draftsmith.eval.recorded.replay import checking_bytes, replay_all
 from draftsmith.eval.recorded.replay_contenders import planned_bytes, recording_of
 from draftsmith.models.chat import render_prompt, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
+from draftsmith.models.costs import gigabytes
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY
@@ -125,7 +126,7 @@ def test_the_script_replays_regenerated_conversations(
     settings = ("eval.mode=replay", f"eval.answers={path}", f"eval.out={out}")
     measure(*settings, "--plan")
     said = capsys.readouterr().out
-    assert f"answers      8 recorded in {path}, 96 tokens" in said
+    assert f"reads          {path}: 8 answers, 96 tokens  [counted]" in said
     assert not out.exists()
     measure(*settings)
     numbers = json.loads((out / "replay/acceptance.json").read_text())
@@ -149,11 +150,11 @@ def test_of_what_was_trained_on_the_kept_conversations_are_replayed(
     assert kept in json.loads((out / "replay/acceptance.json").read_text())["recorded_answers"]["note"]
     measure(*settings, "train.validation_conversations=0", "--plan")
     said = capsys.readouterr().out
-    assert "has learnt these answers" in said and "answers      22 recorded" in said
+    assert "has learnt these answers" in said and ": 22 answers, " in said
     copy = write_lines(place / "trained/copy.jsonl", *lines_of(path))
     measure(*settings, f"eval.answers={copy}", "--plan")
     said = capsys.readouterr().out
-    assert "note" not in said and "answers      22 recorded" in said
+    assert "note" not in said and ": 22 answers, " in said
 
 
 def test_greedy_answers_are_greedy_whatever_else_is_set(place: Path, measure: Callable[..., None]) -> None:
@@ -180,7 +181,7 @@ def test_the_plan_counts_caches_of_draft_models_and_the_check(
     assert counted["with"] - counted["without"] == 2 * 16 * (7 - 1) * 2 * 2 * 8 * 4
     assert counted["without"] > checking_bytes(320)
     measure("eval.mode=replay", f"eval.answers={path}", small, "--plan")
-    assert "the drafters' columns, and the check of their tokens" in capsys.readouterr().out.replace("\n", " ")
+    assert f"drafters' columns {gigabytes(counted['with'])}" in capsys.readouterr().out
 
 
 def test_every_cache_is_gone_when_its_batch_is_done() -> None:
@@ -239,7 +240,7 @@ def test_automatic_rows_replay_the_trees_that_decoding_chose(
     (out / "acceptance.json").unlink()
     measure("eval.mode=replay", *automatic, "--plan")
     said = " ".join(capsys.readouterr().out.split())
-    assert "note: left out: eval.also.0: policy auto needs speeds" in said and "replayed by chain answers" in said
+    assert "note: left out: eval.also.0: policy auto needs speeds" in said and "replayed by chain memory" in said
     with pytest.raises(UserError, match=r"eval\.tree: policy auto needs .* 'eagle3, auto': decode first, or name"):
         measure("eval.mode=replay", *automatic, "eval.also=[]", "--plan")
 

@@ -15,6 +15,7 @@ from draftsmith.eval.measured.metrics import summarise_all
 from draftsmith.eval.page import drawing, summary
 from draftsmith.eval.page import files as report_files
 from draftsmith.eval.page import html as html_report
+from draftsmith.models.costs import duration
 from draftsmith.recipes.prompts.reader import Rejects
 from tests.conftest import make_tokenizer
 from tests.report_cases import (
@@ -328,13 +329,13 @@ def test_what_people_want_comes_first_in_the_tables(tmp_path: Path) -> None:
 
 def test_the_plan_bounds_the_time_by_the_last_run(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, max_new_tokens=600)
-    assert evaluation.likely_time(recipe, [PLAIN, MAIN], 10).startswith("unknown until")
+    assert evaluation.likely_time(recipe, [PLAIN, MAIN], 10)[0].startswith("unknown until")
     evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
     content = report_files.read_acceptance(recipe.eval_out / "acceptance.json")["contenders"]
     seconds = sum(10_000 * 600 / content[name]["tokens_per_second"] for name in (PLAIN, MAIN))
-    said = evaluation.likely_time(recipe, [PLAIN, MAIN], 10_000)
-    assert said.startswith(f"at most about {round(seconds / 60)} min if") and "last run" in said
-    assert evaluation.likely_time(recipe, [PLAIN, "new"], 10).startswith("unknown until")
+    said = evaluation.likely_time(recipe, [PLAIN, MAIN], 10_000 * 600)
+    assert said[0] == f"at most {duration(seconds)}, and prefills" and "last run" in said[1]
+    assert evaluation.likely_time(recipe, [PLAIN, "new"], 10)[0].startswith("unknown until")
 
 
 def test_a_worthless_drafter_gets_advice() -> None:

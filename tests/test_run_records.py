@@ -209,12 +209,12 @@ def test_a_profile_of_no_steps_is_refused(recipe_path: Path, wrong: str, capsys:
 def test_the_meter_measures_what_came_since_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 10.0, 12.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    meter = ThroughputMeter(torch.device("cpu"), peak_flops_per_second=1000.0)
-    meter.start({"tokens": 100.0, "columns": 50.0, "flops": 4000.0})
+    meter = ThroughputMeter(torch.device("cpu"), peak_tokens_per_second=200.0)
+    meter.start({"tokens": 100.0, "columns": 50.0})
     meter.step()
     meter.step()
-    told = meter.read({"tokens": 300.0, "columns": 60.0, "flops": 5000.0}, steps_left=10)
+    told = meter.read({"tokens": 300.0, "columns": 60.0}, steps_left=10)
     assert (told["tokens_per_second"], told["columns_per_second"], told["mfu"]) == (100, 5, 0.5)
     assert told["eta_seconds"] == 10
     monkeypatch.undo()
-    assert "mfu" not in ThroughputMeter(torch.device("cpu")).read({"tokens": 1.0, "columns": 1.0, "flops": 1.0}, 1)
+    assert "mfu" not in ThroughputMeter(torch.device("cpu")).read({"tokens": 1.0, "columns": 1.0}, 1)

@@ -255,7 +255,7 @@ def test_from_prompts_to_acceptance(
     if name in ("gpt-oss-20b", "llama3-8b-instruct-poss"):  # a plan takes seconds: some without conversations
         run_main(train, path, *overrides, "train.token_loss=0.5", "--plan")
         said = capsys.readouterr().out
-        assert "regenerate writes it" in said
+        assert "unknown until regenerate has run" in said
         assert re.match(rf"note: not as published for {kind}: train.token_loss 0.5 \(published [01.]+\)\n", said)
     if recipe.reprompts:
         run_main(reprompt, path, *overrides)
@@ -265,10 +265,7 @@ def test_from_prompts_to_acceptance(
     if recipe.reprompts or name in ("vicuna-13b-v1.3", "llama2-7b-chat-c2t"):
         run_main(train, path, *overrides, "--plan")
         said = capsys.readouterr().out
-        assert "CANNOT WORK" not in said
-        planned = re.search(
-            r"\nrows +(\d+), (\d+) more for validation .*\nparameters +(\S+) M trained", said, re.DOTALL
-        )
+        planned = re.search(r"\nrows +(\d+), (\d+) more for validation.*\nparameters +(\S+) M trained", said, re.DOTALL)
         assert planned
     run_main(train, path, *overrides)
     said = capsys.readouterr().out

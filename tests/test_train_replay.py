@@ -17,7 +17,6 @@ from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import replay
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import load_drafter, target_identity
-from draftsmith.models.costs import TargetSize, TrainingStates
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import save_token_counts
@@ -25,8 +24,6 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train.measure.memory import HOW_TO_LOWER, memory_of
-from draftsmith.train.measure.memory import REPLAY as REPLAYED
 from draftsmith.train.run import trainer
 from draftsmith.train.run.inputs import read_rows
 from draftsmith.train.run.loop import Loop
@@ -180,13 +177,3 @@ def test_the_plan_tells_of_replay_and_its_memory(recipe_path: Path, capsys: pyte
     train(recipe_path, *REPLAY, "--plan")
     said = capsys.readouterr().out
     assert "3 validation conversations at every checkpoint, eval.tree eagle2: replay_tau in metrics.jsonl" in said
-
-
-def test_memory_of_replay_counts_where_it_is_the_widest_moment() -> None:
-    size = TargetSize(1000, 0, 1000, 100, 4000.0, "exact", torch.float32, eager_attention=False)
-    unroll = {"layer": 100}
-    states = TrainingStates.of(10)
-    small, large = (memory_of(size, unroll, 50, False, states, True, replay_bytes=count) for count in (99.0, 9000.0))
-    assert REPLAYED not in small.parts and large.parts[REPLAYED] == 9000
-    assert large.total > small.total
-    assert large.largest == REPLAYED and "eval.replay_batch_size" in HOW_TO_LOWER[REPLAYED]

@@ -3,22 +3,17 @@
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import replay
 from draftsmith.models.alignment import Columns, Documents, columns_of
 from draftsmith.models.checkpoint import read_drafter, save_drafter
-from draftsmith.models.costs import target_size
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.drafters import build_drafter, config_class
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
@@ -26,11 +21,8 @@ from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, PlacedInser
 from draftsmith.models.target_columns import TextColumns
 from draftsmith.models.vispec import VisionDrafter
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection, TreeSection
-from draftsmith.train.attention.kernels import BLOCKS
+from draftsmith.recipes.schema import TreeSection
 from draftsmith.train.loss.unroll import UnrollSums, teacher_of, unroll
-from draftsmith.train.measure.step_flops import PictureCounts, StepFlops
-from draftsmith.train.run.batches import collate
 from draftsmith.train.run.initial_drafter import start_from
 from tests.decoding import decode, decode_batch
 from tests.drafter_cases import (
@@ -424,44 +416,3 @@ def test_decoding_with_pictures_is_lossless(name: str) -> None:
     assert [answer.accepted_per_round for answer in replay(target, proposer, recorded, 2)] == accepted
     other = make_prompts(seed=5)[0]
     assert decode(target, None, Prompt(prompts[0].token_ids, other.inserts), {-1}, 12).token_ids != plain[0]
-
-
-@pytest.mark.parametrize("name", ["one token", "three tokens", "over eagle3", "specialists", "whole passes"])
-def test_operations_with_a_picture_are_those_of_a_real_unroll(name: str) -> None:
-    """As in tests/test_step_flops.py, whose text cases have no adaptor: one row, every token behind the picture
-    supervised. Compressed columns pass through entry, too, but nothing of it is needed."""
-    case, target, drafter = CASES[name], small_target(), drafter_with_eyes(name)
-    tokens, (first, length) = 30, (2, 11)
-    [prompt] = make_prompts([(tokens, [(first, length)])])
-    batch = collate([TrainingRow("", list(prompt.token_ids), [(first + length, tokens)], prompt.inserts)])
-    columns = columns_of(batch.span, case.steps)
-    trainee = trainee_of(case, drafter)
-    trainee.kernel = BLOCKS
-    captured, last = states_of(drafter, [prompt], False)
-    inputs = inputs_of(drafter, [prompt], False)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        teacher = teacher_of(target, last, batch.ids, columns, drafter.vocab)
-        trainee(captured, inputs, columns, teacher).loss.backward()
-    shape, size = drafter.config, target_size(target.config, TargetSection(model=""))
-    flops = StepFlops(trainee, target.config, size, states_are_read=True)
-    counts = {}
-    object.__setattr__(flops, "of_counts", lambda **given: counts.update(given) or 0)
-    flops.of_batch(batch, columns)
-    kept, size = shape.compressed_tokens, shape.hidden_size
-    left = tokens - length + kept
-    removed, before = length - kept, first + length - 1 - (length - kept)
-    assert counts["pictures"] == PictureCounts(1, length, removed, kept, left * (left + 1) // 2)
-    supervised = tokens - first - length
-    for step, (pairs, keys) in enumerate(zip(counts["pairs"], counts["keys"], strict=True)):
-        assert int(pairs) == supervised - 1 - step
-        assert int(keys) == sum(before + 1 + step + column for column in range(int(pairs)))
-    # What it does beyond: masked scores, columns that no longer count, compressed columns in img_fc and fc.
-    count, steps = supervised - 1, case.steps
-    blocks = count * (before + count) * Fraction(7, 6)
-    pictures = replace(counts["pictures"], causal_keys=left**2 * Fraction(7, 6))  # that is, of whole passes
-    expected = StepFlops.of_counts(flops, tokens, 0, [count] * steps, [blocks] * steps, pictures)
-    head = 2 * size * shape.draft_vocab_size
-    expected -= (3 if shape.own_head else 2) * head * sum(range(steps))
-    fc = 3 * 4 * size**2 if case.base == "eagle" else 3 * 2 * size**2 * len(shape.capture_layers)  # behind fc_norm
-    expected += kept * (fc + 3 * 4 * size**2) * (steps if case.whole_passes else 1)
-    assert counter.get_total_flops() == expected

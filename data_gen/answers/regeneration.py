@@ -21,33 +21,36 @@ from draftsmith.data_gen.answers.generators import (
     resolve_sampling,
 )
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
-from draftsmith.data_gen.answers.prompt_sizes import HUB_SAMPLE, planned, sampled
 from draftsmith.data_gen.rows.overlap import screen
 from draftsmith.data_gen.server.answers import Vocabulary
 from draftsmith.data_gen.server.generator import Servers, Unanswered
 from draftsmith.data_gen.states.answer_states import AnswerStates, asked_states, storing
 from draftsmith.data_gen.states.capturing import complete
-from draftsmith.data_gen.states.jobs import Asked, free_bytes
+from draftsmith.data_gen.states.jobs import Asked
 from draftsmith.eval.decoding.target_facts import bounded_rows, check_evaluation, longest_row
 from draftsmith.models.chat import (
+    RenderError,
     load_config,
     load_generation_config,
     load_tokenizer,
     prompt_date,
     reads_pictures,
+    render_prompt,
     template_variables,
     tokenizer_fingerprint,
 )
 from draftsmith.models.checkpoint import weight_bytes, weight_digests
-from draftsmith.models.costs import decoding_lines, decoding_time, gigabytes
+from draftsmith.models.costs import free_bytes, gigabytes, plan_decoding
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_writing_drafter, yet_to_import
 from draftsmith.models.quantize import target_changes
 from draftsmith.models.turn_ends import answer_notes, stop_ids
 from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.picture_files import store_picture
+from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.prompts.picture_files import data_url, store_picture
+from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.reader import (
     DUPLICATE,
     Conversation,
@@ -60,6 +63,9 @@ from draftsmith.recipes.schema import Recipe
 RATE_SECONDS = 30.0  # window of the progress bar's tokens per second
 NAMED_AT_MOST = 5  # conversations without an answer that the summary lists
 PLAN_SECONDS = 5.0  # longest wait of --plan for a server
+SAMPLED = 500  # conversations whose first prompts are rendered to know their length
+HUB_SAMPLE = 50  # conversations of a hub dataset that a plan fetches
+BYTES_A_TOKEN = 12  # of an answer on disk: its id in JSON, and its text
 CUT_SHARE = 0.5  # share of cut answers above which the summary gives advice
 
 
@@ -96,10 +102,12 @@ def main(command: Command) -> int:
     for note in answer_notes(section, tokenizer):
         print(note)
     if command.plan:
-        print_regeneration_plan(recipe, tokenizer, settings, conversations, read_log(path, generator), rejects)
-        if recipe.data.generator.kind == "openai":
-            with open_servers(recipe, settings, tokenizer) as servers:
-                print(f"servers        reached, and serving {servers.connect(PLAN_SECONDS)}; nothing was asked")
+        with PlanLines() as plan:
+            print_regeneration_plan(plan, recipe, tokenizer, settings, conversations, read_log(path, generator))
+            plan.line("rejected", rejects.summary())
+            if recipe.data.generator.kind == "openai":
+                with open_servers(recipe, settings, tokenizer) as servers:
+                    plan.line("servers", f"reached, and serving {servers.connect(PLAN_SECONDS)}; nothing was asked")
         return 0
     with ConversationLog(path, generator) as log, _sigterm_exits():
         todo = not_done(conversations, log.content)
@@ -117,7 +125,8 @@ def main(command: Command) -> int:
                 log.identify("served_model", servers.connect())
                 return regenerate(servers, tokenizer, todo, settings, log, rejects)
         if (asked := asked_states(recipe, generator["tokenizer_fingerprint"])) is not None:
-            check_room_for_states(recipe, asked, tokenizer, settings, todo, log.content)
+            prompts = first_prompts(tokenizer, todo)
+            check_room_for_states(asked, recipe.states_dir, prompts, len(todo), log.content)
         writer = Writer.of(recipe, settings)
         for name, digest in weight_digests(writer.target).items():
             log.identify(name, digest)
@@ -321,20 +330,27 @@ def generator_identity(
     }
 
 
-def check_room_for_states(
-    recipe: Recipe,
-    asked: Asked,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: GenerationSettings,
-    todo: list[Conversation],
-    log: LogContent,
-) -> None:
-    """Raises UserError if the states of prompts, and of answers of the mean length so far, do not fit on the disk."""
-    sample, directory = sampled(todo), recipe.states_dir
-    mean = log.answer_tokens / log.answers if log.answers else 1
-    sizes = [s for c in sample if (s := planned(tokenizer, c, mean, settings.max_length)) is not None]
-    rows = [(size.prompts[-1] + size.answers[-1], sum(size.answers)) for size in sizes if size.rows]
-    least = sum(asked.bytes_of(*row) for row in rows) * len(todo) / max(1, len(sample))
+def first_prompts(tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation]) -> list[int]:
+    """Tokens of the first prompts of at most SAMPLED conversations, without those that cannot be asked."""
+    found = []
+    for conversation in conversations[:: -(-len(conversations) // SAMPLED) or 1]:
+        with contextlib.suppress(ValueError, RenderError):
+            if reads_pictures(tokenizer):
+                conversation = with_named_pictures(conversation, data_url)
+            turn = next(questions(conversation.messages))
+            found.append(len(render_prompt(tokenizer, turn, conversation.meta.get("tools"))))
+    return found
+
+
+def check_room_for_states(asked: Asked, directory: Path, prompts: list[int], count: int, log: LogContent) -> None:
+    """Raises UserError if the states of `count` conversations do not fit on the disk, with one answer each of the mean
+    length so far.
+
+    Args:
+        prompts: of `first_prompts`.
+    """
+    answer = log.answer_tokens / log.answers if log.answers else 1
+    least = count * asked.bytes_of(sum(prompts) / max(1, len(prompts)) + answer, answer)
     if least > (free := free_bytes(directory)):
         raise UserError(
             f"data.states: at least {gigabytes(least)} are to be written to {directory} with the answers, and "
@@ -344,71 +360,62 @@ def check_room_for_states(
 
 
 def print_regeneration_plan(
+    plan: PlanLines,
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     settings: GenerationSettings,
     conversations: list[Conversation],
     log: LogContent,
-    rejects: Rejects,
 ) -> None:
-    """Prints what a run would do, estimated from a sample of the prompts and the answers written so far."""
-    todo = not_done(conversations, log)
-    drawn = settings.sampling
+    """Prints what a run would do. Of a hub dataset, `conversations` are the first ones."""
+    todo, generator, drawn = not_done(conversations, log), recipe.data.generator, settings.sampling
+    count, answers = len(todo), sum(len(list(questions(conversation.messages))) for conversation in todo)
+    plan.line("reads", f"{recipe.data.prompts}: {len(conversations):,} conversations, {len(log.done):,} done")
+    if recipe.data.has_hub_prompts:
+        plan.line("", "a sample: hub datasets are not read for a plan, and not compared with eval.prompts")
+        if (most := recipe.data.max_prompts) is None:
+            plan.line("", "the lines below are for the sample; data.max_prompts says how many there are to do")
+        else:
+            count, answers = max(0, most - len(log.done)), answers * max(0, most - len(log.done)) // max(1, count)
     sampling = "greedy" if drawn.greedy else f"temperature {drawn.temperature:g}"
-    sampling += f", top_p {drawn.top_p:g}" * (drawn.top_p < 1)
-    sampling += f", top_k {drawn.top_k}" * (drawn.top_k > 0)
-    asked = sum(len(list(questions(conversation.messages))) for conversation in todo)
-    answer_mean = log.answer_tokens / log.answers if log.answers else settings.max_new_tokens
-    sample = sampled(todo)
-    sizes = [s for c in sample if (s := planned(tokenizer, c, answer_mean, settings.max_length)) is not None]
-    scale = len(todo) / max(1, len(sample))
-    turns = sum(size.rows for size in sizes)
-    prompt_mean = sum(sum(size.prompts) for size in sizes) / max(1, turns)
-    on_hub = recipe.data.has_hub_prompts
-    bound = "about" if log.answers or scale > 1 or on_hub else "at most"
-    generator = recipe.data.generator
+    sampling += f", top_p {drawn.top_p:g}" * (drawn.top_p < 1) + f", top_k {drawn.top_k}" * (drawn.top_k > 0)
     how = f"{settings.batch_size} conversations side by side"
     if generator.kind == "openai":
         how = f"{generator.concurrency} requests at a time over {len(generator.base_urls)} servers"
-    print(f"target         {recipe.target.model}, {sampling}, {how}")
+    plan.line("target", f"{recipe.target.model}, {sampling}, {how}")
     if generator.drafter is not None:
-        print(f"drafter        {generator.drafter}, {generator.draft_tokens} tokens for each pass of the target")
-    print(f"conversations  {len(conversations):,} of {recipe.data.prompts}; {len(log.done):,} done in {log.path}")
-    if on_hub:
-        print("               a sample: hub datasets are not read for a plan, and not compared with eval.prompts")
-        if (count := recipe.data.max_prompts) is None:
-            print("to do          unknown without data.max_prompts; the lines below are for the sample")
-        else:
-            left = max(0, count - len(log.done))
-            scale, asked = left / max(1, len(sample)), int(asked * left / max(1, len(todo)))
-    print(
-        f"to do          {round(scale * len(sample)):,} conversations, {asked:,} answers; prompts of {prompt_mean:.0f} "
-        "tokens on average, with their history"
-    )
+        plan.line("drafter", f"{generator.drafter}, {generator.draft_tokens} tokens for each pass of the target")
+    prompts = first_prompts(tokenizer, todo)
+    mean = f"; first prompts of {sum(prompts) / len(prompts):.0f} tokens" if prompts else ""
+    plan.line("to do", f"{count:,} conversations, {answers:,} answers{mean}", "counted")
+    tokens = answers * settings.max_new_tokens
     if log.answers:
-        print(f"tokens         about {asked * answer_mean:,.0f} (answers have had {answer_mean:.0f} on average)")
+        tokens = answers * log.answer_tokens // log.answers
+        size = count * log.whole_bytes // len(log.done)
+        plan.line("tokens", f"about {tokens:,} of answers, by the mean so far", "counted")
+        plan.line("disk", f"about {gigabytes(size)} more in {log.path}, by the mean so far", "counted")
     else:
-        print(f"tokens         {bound} {asked * answer_mean:,} (max_new_tokens {answer_mean} each)")
-    size = scale * sum(size.file_bytes for size in sizes)
-    print(f"disk           {bound} {size / 1e6:,.1f} MB more in {log.path}")
+        plan.line("tokens", f"at most {tokens:,} of answers, data.generator.max_new_tokens each", "exact")
+        size = f"{gigabytes(BYTES_A_TOKEN * tokens)} of answers, besides the prompts"
+        plan.line("disk", f"at most {size}", f"assumed: {BYTES_A_TOKEN} bytes a token")
     if (states := asked_states(recipe, tokenizer_fingerprint(tokenizer))) is not None:
-        size = scale * sum(states.bytes_of(size.tokens, sum(size.answers)) for size in sizes)
-        print(
-            f"states         {list(states.layers)}{' and the last' * states.shape.has_last}, in "
-            f"{recipe.data.capture.dtype}: {bound} {gigabytes(size)} more in {recipe.states_dir}, "
-            f"{gigabytes(free_bytes(recipe.states_dir))} are free there"
-        )
+        size = gigabytes(count * states.bytes_of(settings.max_length, settings.max_length))
+        free = gigabytes(free_bytes(recipe.states_dir))
+        text = f"{list(states.layers)}{' and the last' * states.shape.has_last}, in {recipe.data.capture.dtype}: "
+        text += f"at most {size} in {recipe.states_dir}, a row of {settings.max_length:,} tokens each; {free} are free"
+        plan.line("states", text)
+        with collected(plan.problems):
+            check_room_for_states(states, recipe.states_dir, prompts, count, log)
     if generator.kind == "openai":
-        print("memory, time   depend on the servers; the progress bar shows the time after the first answers")
+        plan.line("memory", "of the servers")
     else:
-        config, rows = load_config(recipe.target), min(settings.batch_size, max(1, len(todo)))
         beside = 0 if generator.drafter is None else weight_bytes(Path(generator.drafter))
-        for line in decoding_lines(config, recipe.target, rows, settings.max_length, beside):
-            print(line)
-        print(f"time           {decoding_time(config, recipe.target, rows, asked * answer_mean)}")
-    print(f"rejected       {rejects.summary()}")
-    if sizes and not turns:
-        print(
-            f"CANNOT WORK: no room for an answer: every prompt of the sample takes all of {settings.max_length} "
-            "tokens (data.max_length, or the target's positions where they are fewer)"
+        rows = min(settings.batch_size, max(1, count))
+        plan_decoding(plan, load_config(recipe.target), recipe.target, rows, settings.max_length, beside)
+    plan.line("time", "unknown until the first answers are written; the progress bar then shows what is left")
+    plan.writes(log.path)
+    if prompts and min(prompts) >= settings.max_length:
+        plan.problems.append(
+            f"no room for an answer: every prompt of the sample takes all of {settings.max_length:,} tokens "
+            "(data.max_length, or the target's positions where they are fewer)"
         )

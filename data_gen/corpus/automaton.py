@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,11 @@ from draftsmith.models.chat import (
     load_tokenizer,
     tokenizer_fingerprint,
 )
-from draftsmith.models.costs import gigabytes
+from draftsmith.models.costs import device_here, gigabytes, plan_memory
 from draftsmith.models.sam import MOST_TOKENS, StaticAutomaton, corpus_tokens
 from draftsmith.models.turn_ends import stop_ids
 from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
@@ -33,7 +34,7 @@ def main(command: Command) -> None:
     recipe = command.recipe
     vocab_size = load_config(recipe.target).get_text_config().vocab_size
     if command.plan:
-        print("\n".join(lines_of_plan(recipe, vocab_size)))
+        print_automaton_plan(recipe, vocab_size)
     else:
         with alone_in(recipe.sam_path.parent):
             sort_corpus(recipe, vocab_size)
@@ -49,16 +50,18 @@ def corpora_of(recipe: Recipe, look: bool) -> list[Corpus]:
     return [found[name] if name in found else corpus_of(answers) for name in section.names]
 
 
-def lines_of_plan(recipe: Recipe, vocab_size: int) -> Iterator[str]:
+def print_automaton_plan(recipe: Recipe, vocab_size: int) -> None:
     total = 0
-    for corpus in corpora_of(recipe, look=False):
-        size = corpus.total if corpus.unit == "B" else None
-        total += size or 0
-        yield f"reads   {corpus.name}" + (f", {size:,} bytes" if size else ", of unknown size")
-    tokens, each = total // CHARACTERS, 6 if vocab_size < 2**16 else 8
-    memory = gigabytes(SORTING_BYTES * tokens)
-    yield f"sorts   about {tokens:,} tokens (at {CHARACTERS} bytes each), in {memory} of memory"
-    yield f"writes  {recipe.sam_path}: {each} bytes a token, about {gigabytes(each * tokens)}"
+    with PlanLines() as plan:
+        for corpus in corpora_of(recipe, look=False):
+            size = corpus.total if corpus.unit == "B" else None
+            total += size or 0
+            plan.line("reads", corpus.name + (f", {size:,} bytes" if size else ", of unknown size"))
+        tokens, each = total // CHARACTERS, 6 if vocab_size < 2**16 else 8
+        plan.line("tokens", f"about {tokens:,}", f"assumed: {CHARACTERS} bytes each")
+        plan_memory(plan, SORTING_BYTES * tokens, "to sort them", device_here("cpu"))
+        plan.line("disk", f"about {gigabytes(each * tokens)}: {each} bytes a token")
+        plan.writes(recipe.sam_path)
 
 
 def sort_corpus(recipe: Recipe, vocab_size: int) -> None:

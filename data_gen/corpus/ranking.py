@@ -33,6 +33,8 @@ from draftsmith.models.vocab import (
     save_token_counts,
 )
 from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.inputs import conversations
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.files.atomic import atomic_write
@@ -51,7 +53,7 @@ def main(command: Command) -> None:
     if size > vocab_size:
         raise UserError(f"drafter.vocab_size: {size} is more than the target's vocabulary of {vocab_size} tokens")
     if command.plan:
-        print("\n".join(plan(recipe, size, vocab_size)))
+        print_ranking_plan(recipe, size, vocab_size)
     else:
         with alone_in(Path(recipe.output_dir)):
             choose_vocab(recipe, size, vocab_size)
@@ -62,22 +64,20 @@ def counts_path_of(recipe: Recipe) -> Path:
     return Path(recipe.output_dir) / "token_counts.safetensors"
 
 
-def plan(recipe: Recipe, size: int, vocab_size: int) -> Iterator[str]:
-    conversations, sources = recipe.conversations_path, recipe.data.ranking.sources
-    missing = "" if conversations.exists() else ", which `draftsmith regenerate` has yet to write"
-    answers = f"the supervised tokens of {conversations}{missing}"
-    check_corpora(sources, look=False)
-    if not sources:
-        yield f"counts {answers}"
-    for source in sources:
-        most = f", {source.max_documents:,} documents at most" if source.max_documents else ""
-        yield f"counts {answers if source.source == ANSWERS else source.source}{most}; weight {source.weight:g}"
-    if recipe.drafter.init_from is not None:
-        yield f"writes the draft vocabulary of {recipe.drafter.init_from} to {recipe.draft_vocab_path}"
-    else:
-        rule = "; where fewer are counted, the lowest other ids fill it up" if size < vocab_size else ""
-        yield f"writes {size:,} of {vocab_size:,} target tokens to {recipe.draft_vocab_path}{rule}"
-    yield f"writes how often each was seen to {counts_path_of(recipe)}"
+def print_ranking_plan(recipe: Recipe, size: int, vocab_size: int) -> None:
+    sources = recipe.data.ranking.sources
+    with PlanLines() as plan:
+        if not sources or ANSWERS in {source.source for source in sources}:
+            plan.reads(conversations(recipe))
+        for source in sources:
+            most = f", {source.max_documents:,} documents at most" if source.max_documents else ""
+            plan.line("counts", f"{source.source}{most}; weight {source.weight:g}")
+        check_corpora(sources, look=False)
+        chosen = "; where fewer are counted, the lowest other ids fill it up" if size < vocab_size else ""
+        if recipe.drafter.init_from is not None:
+            chosen = f", those of {recipe.drafter.init_from}"
+        plan.line("tokens", f"{size:,} of the target's {vocab_size:,}{chosen}")
+        plan.writes(recipe.draft_vocab_path, counts_path_of(recipe))
 
 
 def choose_vocab(recipe: Recipe, size: int, vocab_size: int) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
@@ -166,13 +167,14 @@ def _print_plan(recipe: Recipe, sources: list[str]) -> None:
     conversations = in_drawn_order(read, section.seed)
     prompts = list(prompts_for_long_answers(conversations, section, rejects, data_url))
     most = "all usable records" if section.max_prompts is None else f"at most {section.max_prompts:,}"
-    print(f"sources        {', '.join(sources)}")
-    print(f"prompts        {most}, to {recipe.picture_prompts_path}")
-    print(f"a sample       the first {len(conversations):,} records give {len(prompts):,} prompts; {rejects.summary()}")
-    for message in prompts[0]["messages"] if prompts else ():
-        shown = message["content"] if isinstance(message["content"], list) else [{"text": message["content"]}]
-        for number, part in enumerate(shown):
-            text = part.get("text") or f"[{part.get('path', '')[:100]}]"
-            print(f"{'' if number else message['role']:<14} {text}")
-    if not prompts:
-        print("CANNOT WORK: no record of the sample gives a prompt")
+    with PlanLines() as plan:
+        plan.line("reads", ", ".join(sources))
+        plan.line("prompts", most)
+        plan.line("a sample", f"{len(conversations):,} records give {len(prompts):,} prompts; {rejects.summary()}")
+        for message in prompts[0]["messages"] if prompts else ():
+            shown = message["content"] if isinstance(message["content"], list) else [{"text": message["content"]}]
+            for number, part in enumerate(shown):
+                plan.line("" if number else message["role"], part.get("text") or f"[{part.get('path', '')[:100]}]")
+        plan.writes(recipe.picture_prompts_path)
+        if not prompts:
+            plan.problems.append(f"data.reprompt.sources: none of {len(conversations):,} records gives a prompt")

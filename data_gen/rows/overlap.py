@@ -20,6 +20,7 @@ from typing import Any
 
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.launch import rank
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
@@ -328,9 +329,10 @@ def main(command: Command) -> None:
             f"data.conversations: {file} does not exist; run `draftsmith regenerate` first, or name data.prompts"
         )
     if command.plan:
-        compared = [*prompts, *([str(file)] if file else [])]
-        print(f"compares  {', '.join(compared)}\nwith      {', '.join(as_list(recipe.eval.prompts))}")
-        print(f"writes    {recipe.contamination_path}")
+        plan = PlanLines()
+        plan.line("reads", ", ".join([*prompts, *([str(file)] if file else [])]))
+        plan.line("compares with", ", ".join(as_list(recipe.eval.prompts)))
+        plan.writes(recipe.contamination_path)
         return
     check, rejects = Check(recipe, remove=False), Rejects()
     with Bar(desc="contamination", unit="conversation", leave=False) as progress:

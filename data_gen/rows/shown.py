@@ -10,6 +10,8 @@ from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.models.chat import load_tokenizer
 from draftsmith.models.turn_ends import turn_ends
 from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.inputs import conversations
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.prompts.rejects import Rejects
 
@@ -17,7 +19,8 @@ from draftsmith.recipes.prompts.rejects import Rejects
 def main(command: Command) -> None:
     recipe, path = command.recipe, command.recipe.conversations_path
     if command.plan:
-        print(f"reads {path}, prints {command.show} rows and a summary, writes nothing")
+        PlanLines().reads(conversations(recipe))
+        print(f"prints {command.show} rows and a summary, writes nothing")
         return
     tokenizer = load_tokenizer(recipe.target)
     rejects, remarks, stops = Rejects(), Counter[str](), turn_ends(tokenizer).stops

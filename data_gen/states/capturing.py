@@ -15,13 +15,13 @@ from transformers.utils import logging
 from draftsmith.data_gen.states.capture_processes import Team
 from draftsmith.data_gen.states.jobs import (
     Job,
-    capture_plan_lines,
     check_room,
-    early_plan_lines,
     identity_of,
     job_of,
     missing_shards,
     needs_target,
+    plan_before_regeneration,
+    plan_capture,
     refuse_others,
     rows_to_make,
     rows_written,
@@ -39,6 +39,7 @@ from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.target import Target
 from draftsmith.models.target_session import batches_by_length
 from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import clear_partial_files
@@ -77,8 +78,8 @@ def lead(team: Team, command: Command) -> None:
         raise UserError(f"data.states: {problem}")
     check_export(recipe)
     if not recipe.conversations_path.exists():  # planned before regeneration
-        for text in early_plan_lines(recipe, directory):
-            print(text)
+        with PlanLines() as plan:
+            plan_before_regeneration(plan, recipe)
         return
     rejects = Rejects(None if command.plan else recipe.training_rejects_path)
     job = job_of(recipe, rejects)
@@ -88,11 +89,11 @@ def lead(team: Team, command: Command) -> None:
         if directory.exists() and not command.plan:
             held.enter_context(alone_in(directory))
         manifest, written = store_so_far(directory, job, command.verify), rows_written(directory, job)
-        for text in capture_plan_lines(job, manifest, directory, written):
-            print(text)
+        with PlanLines() as plan:
+            plan_capture(plan, job, manifest, directory, written)
+            check_room(job, manifest, directory, written)
         if command.plan:
             return
-        check_room(job, manifest, directory, written)
         if not directory.exists():
             manifest.make_folder(directory)
             held.enter_context(alone_in(directory))

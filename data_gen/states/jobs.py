@@ -1,8 +1,7 @@
 """The store that a recipe asks for: its states, its rows and shards, their sizes, and what of them is there."""
 
-import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from draftsmith.data_gen.states.store import (
     key_of,
     length_of,
     rows_identity,
-    states_length,
     stored_tokens,
     taught_tokens,
 )
@@ -31,9 +29,11 @@ from draftsmith.data_gen.states.written import WrittenRows
 from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, target_identity
-from draftsmith.models.costs import gigabytes, torch_dtype
+from draftsmith.models.costs import free_bytes, gigabytes, torch_dtype
 from draftsmith.models.quantize import target_changes
 from draftsmith.models.target import Target, checked_capture_layers
+from draftsmith.recipes.command.inputs import conversations
+from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
@@ -212,56 +212,40 @@ def estimated_bytes(job: Job) -> int:
     return shards + pictures + job.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(job.shards))
 
 
-def early_plan_lines(recipe: Recipe, directory: Path) -> Iterator[str]:
-    config = load_config(recipe.target).get_text_config(decoder=True)
-    layers = layers_of(recipe, config)
-    states = len({*layers, config.num_hidden_layers})  # the last one teaches
-    a_token = states * ENCODINGS[recipe.data.capture.dtype].bytes_of(config.hidden_size)
-    longest, most = longest_row(recipe), recipe.data.max_prompts
+def plan_before_regeneration(plan: PlanLines, recipe: Recipe) -> None:
     if note := bounded_rows(recipe):
-        yield note
-    yield f"rows           of {recipe.conversations_path}, which is not there yet"
-    yield f"states         {sorted({*layers, config.num_hidden_layers})}, in {recipe.data.capture.dtype}"
-    yield f"a token        at most {a_token:,} bytes of states"
-    rows = 1000 if most is None else most
-    yield f"disk           {gigabytes(rows * longest * a_token)} of states for {rows:,} rows of {longest:,} tokens"
-    yield f"writes         {directory}"
+        print(note)
+    longest, asked = longest_row(recipe), Asked.of(recipe, tokenizer_fingerprint(load_tokenizer(recipe.target)))
+    plan.reads(conversations(recipe))
+    plan.line("rows", "unknown until regenerate has run")
+    plan.line("states", f"{list(asked.layers)}{' and the last' * asked.shape.has_last}, {recipe.data.capture.dtype}")
+    rows, free = recipe.data.max_prompts or 1, gigabytes(free_bytes(recipe.states_dir))
+    most = gigabytes(rows * asked.bytes_of(longest, longest))
+    plan.line("disk", f"at most {most} for {plural(rows, 'row')} of {longest:,} tokens; {free} are free", "exact")
+    plan.writes(recipe.states_dir)
 
 
-def capture_plan_lines(
-    job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None
-) -> Iterator[str]:
+def plan_capture(
+    plan: PlanLines, job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None
+) -> None:
     rows, shape = job.rows, job.shape
-    read = sum(map(length_of, rows))
     tokens = sum(stored_tokens(row, shape.picture_states) for row in rows)
     taught = sum(taught_tokens(row.spans) for row in rows)
-    a_token = shape.encoding.bytes_of(shape.hidden_size) * (shape.states + (taught / tokens if shape.has_last else 0))
-    last = f"the last one of {taught:,} ({taught / tokens:.0%})" if shape.has_last else "which also teaches"
-    whole = tokens == sum(map(states_length, rows))
-    of = "every token but the last of a row" if whole else f"{tokens:,} tokens that a vispec drafter reads"
-    yield f"rows           {len(rows):,}, {read:,} tokens, of training and validation"
-    yield f"states         {list(job.layers)} of {of}, {last}, in {job.recipe.data.capture.dtype}"
+    last = f"the last of {taught:,} ({taught / tokens:.0%})" if shape.has_last else "which also teaches"
+    plan.reads(conversations(job.recipe))
+    plan.line("rows", f"{len(rows):,}, {sum(map(length_of, rows)):,} tokens, of training and validation", "counted")
+    plan.line("states", f"{list(job.layers)} of {tokens:,} tokens, {last}, in {job.recipe.data.capture.dtype}")
     if pictures := inserts_of(rows):
         of_pictures = sum(each.length for each in pictures.values())
-        yield f"pictures       input embeddings of {len(pictures):,}, {of_pictures:,} tokens, each stored once"
-    yield f"a token        {a_token:,.0f} bytes of states"
-    count = len(job.shards)
-    yield (
-        f"disk           {gigabytes(estimated_bytes(job))} in {count:,} shard{'s' * (count > 1)}, "
-        f"{gigabytes(free_bytes(directory))} are free there"
-    )
+        plan.line("pictures", f"input embeddings of {len(pictures):,}, {of_pictures:,} tokens, each stored once")
+    size, free = gigabytes(estimated_bytes(job)), gigabytes(free_bytes(directory))
+    plan.line("disk", f"{size} in {plural(len(job.shards), 'shard')}; {free} are free", "exact but for file headers")
     if manifest.shards:
-        yield f"done           {store_summary(manifest)}"
+        plan.line("done", store_summary(manifest))
     if written is not None and (left := rows_to_make(job, manifest)):
         there = sum(row in written for row in left)
-        yield f"written        {there:,} of {len(left):,} rows with their answers; the target runs for the others"
-    yield f"writes         {directory}"
-
-
-def free_bytes(directory: Path) -> int:
-    """Free bytes of the disk that holds or will hold `directory`."""
-    there = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
-    return shutil.disk_usage(there).free
+        plan.line("written", f"{there:,} of {len(left):,} rows with their answers; the target runs for the others")
+    plan.writes(directory)
 
 
 def check_room(job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None = None) -> None:

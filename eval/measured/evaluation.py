@@ -33,12 +33,13 @@ from draftsmith.eval.recorded.replay import Agreement
 from draftsmith.eval.recorded.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
 from draftsmith.models.chat import decode_answer, load_config, load_tokenizer
 from draftsmith.models.checkpoint import precision_note, weight_bytes
-from draftsmith.models.costs import decoding_lines
+from draftsmith.models.costs import duration, plan_decoding
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.turn_ends import answer_notes
 from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import partial_path, sync_to_disk
 from draftsmith.recipes.files.lock import alone_in
@@ -76,13 +77,13 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
         for note in answer_notes(recipe.target, load_tokenizer(recipe.target)):
             print(note)
         if plan:
-            print_evaluation_plan(recipe, asked, contenders)
-            if full:
-                print(f"CANNOT WORK: {full}")
-            try:
-                check_automatic(recipe, contenders, plan)
-            except UserError as error:
-                print(f"CANNOT WORK yet: policy auto: {'; '.join(error.problems)}")
+            with PlanLines() as lines:
+                lines.problems += [full] if full else []
+                print_evaluation_plan(lines, recipe, asked, contenders)
+                try:
+                    check_automatic(recipe, contenders, plan)
+                except UserError as error:
+                    print(f"CANNOT WORK yet: policy auto: {'; '.join(error.problems)}")
             return
         lineup = Lineup(recipe.target)
         asked_for, contenders = contenders, with_chosen_trees(lineup, recipe, contenders)
@@ -285,41 +286,37 @@ def how_made(recipe: Recipe, lineup: Lineup, contenders: Sequence[Contender]) ->
     ) | {"target_identity": lineup.identity}
 
 
-def print_evaluation_plan(recipe: Recipe, asked: list[Question], contenders: Sequence[Contender]) -> None:
+def print_evaluation_plan(
+    plan: PlanLines, recipe: Recipe, asked: list[Question], contenders: Sequence[Contender]
+) -> None:
     prompts = Counter(question.benchmark for question in asked)
     turns = Counter(turn for question in asked for turn in [question.benchmark] * len(question.turns))
     pictures = Counter(name for question in asked for name in [question.benchmark] * question.pictures)
     for name in prompts:
         shown = f", {pictures[name]} pictures" if pictures[name] else ""
-        print(f"prompts      {name}: {prompts[name]} ({turns[name]} turns{shown})")
+        plan.line("prompts", f"{name}: {prompts[name]} ({turns[name]} turns{shown})", "counted")
     plain = list(dict.fromkeys([PLAIN, *map(plain_of, contenders)]))
-    print(f"decoded by   {'; '.join(plain)}")
+    plan.line("decoded by", "; ".join(plain))
     for contender in contenders:
-        print(f"             {contender.name}: {limits_text(contender)}")
+        plan.line("", f"{contender.name}: {limits_text(contender)}")
     for note in relaxed_notes(recipe, contenders):
         print(note)
-    names = [*plain, *(contender.name for contender in contenders)]
+    names, most = [*plain, *(contender.name for contender in contenders)], recipe.eval.max_new_tokens
     answers = turns.total() * len(names)
-    side_by_side = f", {recipe.eval.batch_size} side by side" if recipe.eval.batch_size > 1 else ""
-    print(f"answers      {answers}, of at most {recipe.eval.max_new_tokens} new tokens each{side_by_side}")
-    print(f"time         {likely_time(recipe, names, turns.total())}")
-    weights = 0
+    text = f"{answers:,}, {recipe.eval.batch_size} side by side; at most {answers * most:,} tokens"
+    plan.line("answers", text, "exact")
+    plan.line("time", *likely_time(recipe, names, turns.total() * most))
+    weights, uncounted = 0, [c.draft_model.model for c in contenders if c.draft_model is not None]
     for directory in dict.fromkeys(c.drafter for c in contenders if c.drafter is not None):
-        missing = (
-            ": yet to be imported"
-            if yet_to_import(recipe, directory)
-            else ": missing; run `draftsmith train` with this recipe first"
-        ) + ". Its memory is not counted"
-        print(f"drafter      {directory}{'' if directory.exists() else missing}")
+        state = "yet to be imported" if yet_to_import(recipe, directory) else "`draftsmith train` writes it"
+        plan.line("reads", f"{directory}", "there" if directory.exists() else state)
+        uncounted += [] if directory.exists() else [str(directory)]
         weights += weight_bytes(directory)
-    if models := {c.draft_model.model for c in contenders if c.draft_model is not None}:
-        print(f"draft model  {', '.join(sorted(models))}: its memory is not counted")
-    if others := [name.removeprefix(f"{PLAIN}, ") for name in plain[1:]]:
-        print(f"also loaded  {', '.join(others)}: its memory is not counted")
-    tokens = min(longest_row(recipe) + recipe.eval.max_new_tokens, positions_of(recipe.target))
-    for line in decoding_lines(load_config(recipe.target), recipe.target, recipe.eval.batch_size, tokens, weights):
-        print(line)
-    print(f"writes       acceptance.json, generations.jsonl and report.html in {recipe.eval_out}")
+    uncounted += [name.removeprefix(f"{PLAIN}, ") for name in plain[1:]]
+    tokens = min(longest_row(recipe) + most, positions_of(recipe.target))
+    sizes = recipe.eval.batch_size, tokens, weights
+    plan_decoding(plan, load_config(recipe.target), recipe.target, *sizes, ["activations", *dict.fromkeys(uncounted)])
+    plan.writes(*(recipe.eval_out / name for name in ("acceptance.json", "generations.jsonl", "report.html")))
 
 
 def limits_text(contender: Contender) -> str:
@@ -334,17 +331,11 @@ def limits_text(contender: Contender) -> str:
     return f"{tree['policy']}, {nodes}{calls}{cut_to}{rule}"
 
 
-def likely_time(recipe: Recipe, names: list[str], turns: int) -> str:
-    """An upper bound on the time from the last run's speeds, if they are known."""
+def likely_time(recipe: Recipe, names: list[str], tokens: int) -> tuple[str, str]:
+    """(the most that `tokens` by each row take, its basis), if the last evaluation in eval.out measured all rows."""
     try:
         last = read_acceptance(recipe.eval_out / "acceptance.json")
-    except UserError:
-        last = {"contenders": {}, "target": None}
-    rates = [last["contenders"].get(name, {}).get("tokens_per_second") for name in names]
-    if last["target"] != recipe.target.model or not all(rates):
-        return "unknown until the first prompts are decoded; the progress bar then shows what is left"
-    seconds = sum(turns * recipe.eval.max_new_tokens / rate for rate in rates)
-    return (
-        f"at most about {max(1, round(seconds / 60))} min if every answer has the full length, at the speeds of the "
-        f"last run in {recipe.eval_out} ({last['device']}, {last['dtype']}), plus prefills"
-    )
+        seconds = sum(tokens / last["contenders"][name]["tokens_per_second"] for name in names)
+    except (UserError, KeyError, TypeError):
+        return "unknown until the first prompts are decoded; the progress bar then shows what is left", ""
+    return f"at most {duration(seconds)}, and prefills", f"measured: speeds of the last run, {last['device']}"

@@ -33,9 +33,10 @@ from draftsmith.eval.recorded.replay import (
 )
 from draftsmith.models.chat import load_config
 from draftsmith.models.checkpoint import read_drafter_config
-from draftsmith.models.costs import cache_bytes_per_token, gigabytes, target_size
+from draftsmith.models.costs import cache_bytes_per_token, device_here, gigabytes, plan_memory, target_size
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import Sampling
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe, TargetSection
@@ -148,13 +149,13 @@ def _sizes(section: TargetSection) -> tuple[Any, Any]:
 
 
 def print_replay_plan(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> None:
-    answers = _baseline(recording, contenders)
-    print(f"replayed by  {'; '.join(contender.name for contender in contenders)}")
-    print(f"answers      {len(answers):,} recorded in {recording.path}, {answer_tokens(answers):,} tokens")
-    print(
-        f"memory       {gigabytes(planned_bytes(recipe, recording, contenders))} at most for target states of "
-        f"{recipe.eval.replay_batch_size} answers (eval.replay_batch_size), the drafters' columns, and the check of "
-        "their tokens, besides the models"
-    )
-    print("time         unknown until the first answers are replayed; the progress bar then shows what is left")
-    print(f"writes       acceptance.json, generations.jsonl and report.html in {recipe.eval_out}; no speeds")
+    answers, size = _baseline(recording, contenders), target_size(load_config(recipe.target), recipe.target)
+    states = planned_bytes(recipe, recording, contenders)
+    with PlanLines() as plan:
+        plan.line("reads", f"{recording.path}: {len(answers):,} answers, {answer_tokens(answers):,} tokens", "counted")
+        plan.line("replayed by", "; ".join(contender.name for contender in contenders))
+        text = f"target {gigabytes(size.weight_bytes)} ({size.weight_basis}), states of "
+        text += f"{recipe.eval.replay_batch_size} answers and drafters' columns {gigabytes(states)}, besides drafters"
+        plan_memory(plan, size.weight_bytes + states, text, device_here(recipe.target.device))
+        plan.line("time", "unknown until the first answers are replayed; the progress bar then shows what is left")
+        plan.writes(*(recipe.eval_out / name for name in ("acceptance.json", "generations.jsonl", "report.html")))

@@ -22,6 +22,7 @@ from draftsmith.models.formats.exporting import (
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import drafter, need
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import written
 from draftsmith.recipes.schema import ExportSection, Recipe, TargetSection
@@ -68,14 +69,15 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         raise UserError(f"--with-target and --target-gguf: {engine.title} reads no GGUF; they belong to --to llama.cpp")
     measured = cards.read_measurement(measured_file, source)
     which = f"{kind_text(source.shape)} for {source.target['model']}" + ", yet to be trained" * yet_to_train
-    print(f"drafter     {directory}: {which}")
+    plan = PlanLines()
+    plan.line("drafter", f"{directory}: {which}")
     others = ", ".join(other.title for other in able_engines(source) if other is not engine)
-    print(f"engine      {engine.title}; also able: {others or 'none'}")
+    plan.line("engine", f"{engine.title}; also able: {others or 'none'}")
     why = "was measured with other weights" if measured_file.exists() else "does not exist"
     unmeasured = f"none: {measured_file} {why}; run draftsmith evaluate for a card with numbers"
-    print(f"acceptance  {measured_file if measured else unmeasured}")
+    plan.line("acceptance", str(measured_file if measured else unmeasured))
     if command.plan:
-        print(f"writes      {out} (not written: this is a plan)")
+        plan.writes(out)
         return
     name = command.push_to_hub or str(out)
     if command.push_to_hub and engine.name == "llama.cpp":
@@ -85,7 +87,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     if command.with_target:
         target_gguf = out / llama_cpp.TARGET
         llama_cpp.convert_target(source, command.with_target, target_gguf, dtype)
-        print(f"wrote       {target_gguf}: the target, by {command.with_target}")
+        plan.line("wrote", f"{target_gguf}: the target, by {command.with_target}")
     recipe_path = command.recipe_path if recipe is not None else None
 
     def beside_weights(serves: list[ServingEngine]) -> dict[str, str | bytes]:
@@ -100,13 +102,13 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         return texts
 
     serves = export(source, engine, out, dtype, beside_weights, target_gguf)
-    print(f"wrote       {out}: read back, logits equal")
+    plan.line("wrote", f"{out}: read back, logits equal")
     if len(serves) > 1:
-        print(f"            {', '.join(other.title for other in serves[1:])} read the same folder")
+        plan.line("", f"{', '.join(other.title for other in serves[1:])} read the same folder")
     if command.push_to_hub:
         message = f"{kind_text(source.shape)} drafter for {source.target_name}, by draftsmith {version('draftsmith')}"
         where = hub.push(out, command.push_to_hub, command.private, command.revision, message)
-        print(f"uploaded    {where}")
+        plan.line("uploaded", where)
     if note := cards.before_serving(source, source.target["model"]):
         print(f"note: {note}")
     for other in serves:
@@ -139,10 +141,11 @@ def import_main(arguments: Namespace) -> None:
     folder = read_folder(directory, arguments.allow_bin)
     foreign = importing.read_for(folder, section)
     shape = foreign.shape
-    print(f"drafter  {directory}: {kind_text(shape)}, {shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens")
+    plan = PlanLines()
+    plan.line("drafter", f"{directory}: {kind_text(shape)}, {shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens")
     if arguments.plan:
-        print(f"writes   {arguments.out} (not written: this is a plan)")
+        plan.writes(arguments.out)
         return
     importing.import_drafter(folder, section, arguments.out)
-    print(f"wrote    {arguments.out}")
+    plan.line("wrote", str(arguments.out))
     print(f"next: draftsmith evaluate your-recipe.yaml eval.drafter={arguments.out}")

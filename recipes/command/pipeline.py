@@ -65,24 +65,29 @@ def main() -> None:
     _show(recipe, stages)
     _check_prompts_stay(recipe, stages)
     words = [command.recipe_path, *command.overrides, *["--plan"] * command.plan]
-    ran = False
+    ran, refused = False, list[str]()
     for number, stage in enumerate(stages, start=1):
         if why_not_done(recipe, stage) is None and not (command.plan and ran):  # a plan assumes earlier stages done
             continue
         ran = True
         print(f"\n[{number}/{len(stages)}] draftsmith {stage} {shlex.join(words)}", flush=True)
         before = {file: _stamp(file) for file in _writes(recipe, stage)} if stage in REWRITTEN else {}
-        if code := _call([stage, *words]):
-            sys.exit(code)
-        if command.plan:
+        code = _call([stage, *words])
+        if command.plan and code in (0, 2):  # all stages say what cannot work
+            refused += [stage] * (code == 2)
             if stage == "reprompt":
                 print("\nThe other stages can be planned once it has written the prompts.")
-                return
+                break
             continue
+        if code:
+            sys.exit(code)
         if _unwritten(recipe, stage, before):
             print(f"{stage} was stopped before its end; the same command goes on", file=sys.stderr)
             sys.exit(1)
         _remember(recipe, stage)
+    if refused:
+        print(f"\nerror: cannot work as planned: {', '.join(refused)}", file=sys.stderr)
+        sys.exit(2)
     if not ran:
         print("nothing is left to do; to run a stage again, call it by its name")
 

@@ -11,8 +11,8 @@ what it held when model, optimiser (its moments included) and inputs were there;
 kernel's trial takes would count, that of the steps behind the warm-up. Supervised tokens lie in `--spans` spans spread
 over each document. speculators' compiled attention and fused losses are taken on a GPU, its sdpa on a CPU.
 
-Operations of a step are counted twice: those of the products that it ran, as they ran, and those that the method asks
-for, every column and key that counts once (`train.measure.step_flops`, which the training's MFU goes by).
+Operations of a step are those of the products that it ran, as they ran; scores that the backward pass of attention
+computes again do not count. MFU goes by them.
 """
 
 import argparse
@@ -180,12 +180,12 @@ def forward_flops(
 
 def backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, **__: Any) -> int:
     """`rest`: values, output, log-sum-exp, two offsets, two lengths, dropout, causal, ..."""
-    return products_flops(5, query, keys[2], rest[8])
+    return products_flops(4, query, keys[2], rest[8])
 
 
 def cpu_backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, **__: Any) -> int:
     """`rest`: values, output, log-sum-exp, dropout, causal, ..."""
-    return products_flops(5, query, keys[2], rest[4])
+    return products_flops(4, query, keys[2], rest[4])
 
 
 def package_forward_flops(query: torch.Size, keys: torch.Size, _: Any, *options: Any, **__: Any) -> int:
@@ -195,7 +195,7 @@ def package_forward_flops(query: torch.Size, keys: torch.Size, _: Any, *options:
 
 def package_backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, **__: Any) -> int:
     """`rest`: values, output, log-sum-exp, three gradients, dropout, scale, causal, ..."""
-    return products_flops(5, query, keys[1], rest[8])
+    return products_flops(4, query, keys[1], rest[8])
 
 
 def flops_that_ran(step: Any) -> float:
@@ -219,13 +219,12 @@ def optimiser_of(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
 
 def ours(wanted: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.models.alignment import Documents, columns_of
+    from draftsmith.models.costs import device_here
     from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
     from draftsmith.models.prompt import DecoderInputs
     from draftsmith.models.vocab import DraftVocab
     from draftsmith.train.attention.kernels import BLOCKS
     from draftsmith.train.loss.unroll import TrainingTimeTest, kernel_of, teacher_of
-    from draftsmith.train.measure.metrics_line import peak_flops_per_second
-    from draftsmith.train.measure.step_flops import StepFlops
 
     lengths, spans = layout(wanted)
     config = Eagle3Config(
@@ -278,22 +277,10 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
         return sums.loss.detach() / sums.columns
 
     found = measured(wanted, step)
-    columns = columns_of(span, wanted.ttt)
-    starts_at = columns.gather(position)
-    counted = [columns.counted(k) for k in range(wanted.ttt)]
-    size: Any = SimpleNamespace(head_parameters=wanted.vocab * wanted.hidden)
-    needed = StepFlops(trainee, None, size, states_are_read=True).of_counts(
-        tokens=wanted.seq,
-        causal_keys=sum(length * (length + 1) // 2 for length in lengths),
-        pairs=[int(c.sum()) for c in counted],
-        keys=[int(((starts_at + 1 + k) * c).sum()) for k, c in enumerate(counted)],
-    )
-    if wanted.freeze_head:
-        needed -= 2 * wanted.hidden * wanted.draft_vocab * sum(int(c.sum()) for c in counted)
-    found |= {"flops": flops_that_ran(step), "needed_flops": float(needed), "attention": trainee.kernel.name}
+    found |= {"flops": flops_that_ran(step), "attention": trainee.kernel.name}
     if device.type == "cuda":
         found["device"] = torch.cuda.get_device_name()
-        if dtype == torch.bfloat16 and (peak := peak_flops_per_second(device)):
+        if dtype == torch.bfloat16 and (peak := device_here(str(device)).peak_flops):
             found["peak_flops"] = peak
     return found
 
@@ -394,20 +381,16 @@ def compared(given: list[str]) -> dict[str, Any]:
             f"{results[side]['cpu_ms_per_step']:>9,.0f} CPU-ms/step  {results[side]['peak_over_mib']:>7,.0f} MiB"
         )
         if "flops" in runs[0]:
-            ran, needed = runs[0]["flops"], runs[0]["needed_flops"]
-            results[side] |= {"flops_per_step": ran, "needed_flops_per_step": needed}
-            utilisation = ""
+            ran, utilisation = runs[0]["flops"], ""
+            results[side]["flops_per_step"] = ran
             if "peak_flops" in runs[0]:
-                results[side]["mfu"] = needed / seconds / runs[0]["peak_flops"]
+                results[side]["mfu"] = ran / seconds / runs[0]["peak_flops"]
                 utilisation = f"; MFU {results[side]['mfu']:.1%}"
             results[side] |= {key: runs[0][key] for key in ("attention", "device") if key in runs[0]}
             print(
                 f"       attention by {runs[0]['attention']}{' on ' * ('device' in runs[0])}{runs[0].get('device', '')}"
             )
-            print(
-                f"       {ran / 1e9:,.1f} GFLOP ran in a step, {ran / needed:.2f} times what counts; "
-                f"{needed / seconds / 1e9:,.0f} GFLOP/s that count{utilisation}"
-            )
+            print(f"       {ran / 1e9:,.1f} GFLOP in a step, {ran / seconds / 1e9:,.0f} GFLOP/s{utilisation}")
     if stands(results, "peer"):
         mine, other = results["ours"], results["peer"]
         print(

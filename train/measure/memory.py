@@ -4,22 +4,25 @@ The unroll is run dry (`train.measure.dry_run`). Arithmetic (`models.costs`) cov
 optimiser, replay, and the process itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
+from typing import Any
 
 import psutil
 
+from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.states.store import length_of, taught_tokens
+from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.eval.recorded.replay import pass_tokens, replay_bytes
-from draftsmith.models.costs import TargetSize, TrainingStates, target_forward_bytes
+from draftsmith.models.costs import Device, TargetSize, target_forward_bytes
+from draftsmith.models.drafters import trainable_parameters
 from draftsmith.models.feature_drafter import DrafterConfig
-from draftsmith.models.poss import SpecialistsConfig
-from draftsmith.recipes.schema import CHAINS
-from draftsmith.train.measure.dry_run import LAYER, LOGITS, WEIGHT_SHAPED, unroll_peak
-from draftsmith.train.measure.planned_run import PlannedRun
-from draftsmith.train.run.settings import trainee_of
+from draftsmith.recipes.schema import CHAINS, Recipe
+from draftsmith.train.measure.dry_run import LAYER, LOGITS, WEIGHT_SHAPED, dry_run
 
 CUDA_CONTEXT_BYTES = 500_000_000  # on a device, by CUDA itself
+BUCKET = 500_000_000  # gradients that DeepSpeed sends at a time, at most; two buckets are under way
 # Freed memory that an allocator keeps, as a share of a micro-batch's tensors. Micro-batches differ in length, and
 # glibc's malloc keeps the pieces: 0.4 on the demo (docs/training.md).
 CPU_RESERVE = 1.5
@@ -46,113 +49,95 @@ HOW_TO_LOWER = {
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Peak memory of one process on its device, in bytes, by part. Parts are alive at the same moment."""
+class PlannedRun:
+    """The facts known before a run starts.
 
-    parts: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-    @property
-    def largest(self) -> str:
-        """The largest part that a recipe can lower."""
-        return max((name for name in self.parts if name in HOW_TO_LOWER), key=self.parts.__getitem__)
-
-
-def how_to_lower(part: str, shape: DrafterConfig) -> str:
-    """The recipe keys that make this part smaller for a drafter of this shape."""
-    keys = HOW_TO_LOWER[part].split(", ")
-    if not shape.own_head:
-        keys = [key for key in keys if key != "drafter.vocab_size"]
-    if isinstance(shape, SpecialistsConfig) and "drafter.intermediate_size" in keys:
-        keys.append("drafter.specialists")
-    return ", ".join(keys)
-
-
-def planned_memory(run: PlannedRun) -> Memory:
-    """The peak memory of a process."""
-    section, data, shape = run.recipe.train, run.data, run.shape
-    rows = min(section.batch_size, data.rows or section.batch_size)
-    unroll = unroll_peak(
-        shape,
-        run.target_config,
-        run.size.dtype,
-        partial(trainee_of, section),
-        section.feature_noise > 0,
-        run.bf16,
-        rows,
-        data.longest_tokens,
-        data.longest_columns,
-        device=run.device_type,
-    )
-    layers = len(shape.capture_layers)
-    target_pass = target_forward_bytes(run.target_config, run.size, rows, data.longest_tokens, layers)
-    states = TrainingStates.of(
-        run.parameters, run.processes, section.zero_stage, section.offload_optimizer and not run.device.is_cpu
-    )
-    return memory_of(
-        run.size,
-        unroll,
-        0.0 if run.reads_states else target_pass,
-        section.gradient_accumulation_steps > 1,
-        states,
-        run.device.is_cpu,
-        planned_replay_bytes(run),
-    )
-
-
-def memory_of(
-    size: TargetSize,
-    unroll: Mapping[str, float],
-    target_pass_bytes: float,
-    accumulates: bool,
-    states: TrainingStates,
-    on_cpu: bool,
-    replay_bytes: float = 0,
-) -> Memory:
-    """Peak memory: the permanent parts, and the widest of four moments.
-
-    Gradients of earlier micro-batches and the buckets that processes exchange are alive beside each moment. On a GPU
-    AdamW updates all parameters at once and needs one more copy.
+    Attributes:
+        target_config: the target's text config.
+        rows, validation_rows: empty before regenerate has run.
     """
-    always: dict[str, float] = {TARGET_WEIGHTS: size.weight_bytes, KEPT: states.weights + states.adamw_moments}
-    kept = states.gradients * accumulates + states.buckets
-    update = states.gradients + (0 if on_cpu else states.adamw_moments // 2)
-    used = unroll.get(WEIGHT_SHAPED, 0) + kept + states.gathered
-    moments: list[Mapping[str, float]] = [
-        {TARGET_PASS: target_pass_bytes, WEIGHT_SHAPED: kept},
-        {**unroll, WEIGHT_SHAPED: used},
-        {UPDATE: update, WEIGHT_SHAPED: states.buckets},
-        {REPLAY: replay_bytes, WEIGHT_SHAPED: states.buckets + states.gathered},
-    ]
-    widest = max(moments, key=lambda moment: sum(moment.values()))
-    process, reserve = (resident_bytes(), CPU_RESERVE) if on_cpu else (CUDA_CONTEXT_BYTES, GPU_RESERVE)
-    own = {PROCESS: process, RESERVE: reserve * sum(widest.values())}
-    return Memory(always | {name: count for name, count in widest.items() if count} | own)
+
+    recipe: Recipe
+    shape: DrafterConfig
+    target_config: Any
+    size: TargetSize
+    rows: Sequence[TrainingRow]
+    validation_rows: Sequence[TrainingRow]
+    device: Device
+    processes: int = 1
+
+    @cached_property
+    def parameters(self) -> int:
+        """Trained parameters."""
+        return trainable_parameters(self.shape)
+
+    @property
+    def longest_tokens(self) -> int:
+        """Most tokens of a row, up to its last supervised one."""
+        return max(map(length_of, self.rows), default=longest_row(self.recipe))
+
+    @property
+    def most_columns(self) -> int:
+        """Most counted columns of a row."""
+        return max((taught_tokens(row.spans) for row in self.rows), default=longest_row(self.recipe))
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether the target's states come from a store."""
+        return self.recipe.data.states is not None
+
+
+def planned_memory(run: PlannedRun) -> dict[str, float]:
+    """Peak bytes of one process on its device by part: what it always holds, and the widest of four moments.
+
+    Gradients of earlier micro-batches, and the buckets in which processes exchange gradients, are alive beside each
+    moment. On a GPU AdamW updates all parameters at once and needs one more copy. DeepSpeed's ZeRO updates float32
+    pieces of its own beside the weights, which are in host memory, as the moments are, if they are offloaded.
+    """
+    section, shape, size, on_cpu = run.recipe.train, run.shape, run.size, run.device.is_cpu
+    whole, zero = 4 * run.parameters, section.zero_stage
+    weights, moments, gradients, gathered = whole, 2 * whole, whole, 0
+    buckets = whole if run.processes > 1 else 0
+    if zero:
+        piece = -(-whole // run.processes)
+        updated = 0 if section.offload_optimizer and not on_cpu else piece
+        weights, moments = (piece if zero == 3 else whole) + updated, 2 * updated
+        gradients, gathered = whole if zero == 1 else piece, whole if zero == 3 else 0
+        buckets = 2 * min(whole, 4 * BUCKET)
+
+    tokens, rows = run.longest_tokens, min(section.batch_size, len(run.rows) or section.batch_size)
+    sizes = rows, tokens, run.most_columns, run.device.type
+    unroll = dry_run(section, shape, run.target_config, size.dtype, *sizes).peak_bytes
+    target_pass = target_forward_bytes(run.target_config, size, rows, tokens, len(shape.capture_layers))
+    kept = gradients * (section.gradient_accumulation_steps > 1) + buckets
+    widest: dict[str, float] = max(
+        {TARGET_PASS: 0 if run.reads_states else target_pass, WEIGHT_SHAPED: kept},
+        {**unroll, WEIGHT_SHAPED: unroll.get(WEIGHT_SHAPED, 0) + kept + gathered},
+        {UPDATE: gradients + (0 if on_cpu else moments // 2), WEIGHT_SHAPED: buckets},
+        {REPLAY: planned_replay_bytes(run), WEIGHT_SHAPED: buckets + gathered},
+        key=lambda moment: sum(moment.values()),
+    )
+    always = {TARGET_WEIGHTS: size.weight_bytes, KEPT: weights + moments}
+    always[PROCESS] = psutil.Process().memory_info().rss if on_cpu else CUDA_CONTEXT_BYTES
+    always[RESERVE] = (CPU_RESERVE if on_cpu else GPU_RESERVE) * sum(widest.values())
+    return {part: count for part, count in (always | widest).items() if count}
 
 
 def planned_replay_bytes(run: PlannedRun) -> float:
     """Memory of the widest batch of train.eval_replay, if all its answers were as long as the longest row."""
     if not run.recipe.train.eval_replay:
         return 0
-    # The turns of a conversation are not known before they are counted; a batch holds no more than its size.
-    rows, longest, tree = run.recipe.eval.replay_batch_size, run.data.longest_tokens, run.recipe.eval.tree
-    if run.data.counted:
-        rows = min(rows, run.data.validation_answers)
+    # A batch holds no more answers than there are; before they are counted, its full size.
+    rows, longest, tree = run.recipe.eval.replay_batch_size, run.longest_tokens, run.recipe.eval.tree
+    if run.rows:
+        rows = min(rows, sum(len(row.spans) for row in run.validation_rows))
     shape, size = run.shape, run.size
     layers = len(shape.capture_layers)
     keys_values = 2 * shape.num_key_value_heads * shape.head_dim * 4 * shape.cached_layers
     states = layers * shape.hidden_size * size.dtype.itemsize
     kept = replay_bytes(rows * longest, rows, longest, states, keys_values)
-    tokens = max(longest, pass_tokens(run.device_type))
+    tokens = max(longest, pass_tokens(run.device.type))
     target_pass = 0 if run.reads_states else target_forward_bytes(run.target_config, size, 1, tokens, layers)
     # Logits and probabilities of a draft call's nodes, in float32; the first call's prompt columns need no more.
     expanded = 1 if tree.policy in CHAINS else tree.width
     return kept + max(target_pass, 3 * 4 * rows * expanded * shape.draft_vocab_size)
-
-
-def resident_bytes() -> int:
-    """Memory that this process holds now."""
-    return psutil.Process().memory_info().rss

@@ -11,12 +11,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from draftsmith.models.costs import device_here
 from draftsmith.train.loss.unroll import UnrollSums, simulated_tau
 
 # Keys of a line that depend on the machine and the moment. mfu: on GPUs with a known peak (`models.costs`).
 THROUGHPUT_KEYS = ("tokens_per_second", "columns_per_second", "data_wait", "memory_gib", "eta_seconds", "mfu")
-COUNTED = ("tokens", "columns", "flops")  # sums that become rates
+COUNTED = ("tokens", "columns")  # sums that become rates
 NOTHING: Mapping[str, float] = dict.fromkeys(COUNTED, 0.0)
 
 
@@ -29,7 +28,6 @@ class Tally:
     reached: torch.Tensor
     correct: torch.Tensor
     tokens: torch.Tensor
-    flops: torch.Tensor
 
     @classmethod
     def empty(cls, steps: int, device: torch.device) -> "Tally":
@@ -40,13 +38,12 @@ class Tally:
         vectors = ("reached", "correct")
         return cls(**{f.name: torch.zeros(steps if f.name in vectors else (), device=device) for f in fields(cls)})
 
-    def add(self, sums: UnrollSums, tokens: int = 0, flops: torch.Tensor | float = 0.0) -> None:
+    def add(self, sums: UnrollSums, tokens: int = 0) -> None:
         self.loss += sums.loss.detach()
         self.columns += sums.columns
         self.reached += sums.reached
         self.correct += sums.correct
         self.tokens += tokens
-        self.flops += flops
 
     def merge(self, other: "Tally") -> None:
         for f in fields(self):
@@ -87,22 +84,16 @@ def counted_by_all(of_ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {key: sum(sums[key] for sums in of_ranks) for key in COUNTED}
 
 
-def peak_flops_per_second(device: torch.device) -> float | None:
-    """The maker's figure for dense bfloat16 products; None: not known."""
-    peaks = device_here(str(device)).peaks if device.type == "cuda" else None
-    return peaks and peaks[0]
-
-
 class ThroughputMeter:
     """Measures speed, waiting and memory between two lines. It is started with the first step and after every reading.
 
     Args:
         device: measures its memory; on a CPU, this process's.
-        peak_flops_per_second: of the devices of all processes together; None: no mfu.
+        peak_tokens_per_second: at the peak rate of the devices of all processes together; None: no mfu.
     """
 
-    def __init__(self, device: torch.device, peak_flops_per_second: float | None = None):
-        self.device, self.peak_flops_per_second = device, peak_flops_per_second
+    def __init__(self, device: torch.device, peak_tokens_per_second: float | None = None):
+        self.device, self.peak_tokens_per_second = device, peak_tokens_per_second
         self.start()
 
     def start(self, counted: Mapping[str, float] = NOTHING) -> None:
@@ -139,8 +130,8 @@ class ThroughputMeter:
             "memory_gib": round(self._bytes() / 2**30, 3),
             "eta_seconds": round(steps_left * seconds / max(1, self.steps), 1),
         }
-        peak = self.peak_flops_per_second
-        return measured if peak is None else measured | {"mfu": round(rate["flops"] / peak, 4)}
+        peak = self.peak_tokens_per_second
+        return measured if peak is None else measured | {"mfu": round(rate["tokens"] / peak, 4)}
 
     def _bytes(self) -> int:
         """On an accelerator the peak of allocated memory so far; on a CPU the process's memory now."""

@@ -25,14 +25,7 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import sync_to_disk
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, add_noise, teacher_of
-from draftsmith.train.measure.metrics_line import (
-    COUNTED,
-    Tally,
-    ThroughputMeter,
-    counted_by_all,
-    peak_flops_per_second,
-)
-from draftsmith.train.measure.step_flops import StepFlops
+from draftsmith.train.measure.metrics_line import COUNTED, Tally, ThroughputMeter, counted_by_all
 from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
 from draftsmith.train.run.checkpoints import (
     STATE,
@@ -79,7 +72,7 @@ class Loop:
             when a checkpoint is refused.
         replay: answers along which acceptance is measured at every checkpoint; None: it is not.
         trackers: are given every line that is logged.
-        flops: counts operations, for the model FLOPs utilisation (MFU); None: no MFU.
+        peak_tokens_per_second: of one device at its peak, for the model FLOPs utilisation (MFU); None: no MFU.
         profile: traces the first steps, given the first and the last number (`train.measure.step_profile.tracer`).
         skipped: steps with a gradient that was not finite.
         name: of the run, by which trackers find it again.
@@ -96,7 +89,7 @@ class Loop:
     identity: dict[str, Any]
     replay: ValidationReplay | None = None
     trackers: Trackers | None = None
-    flops: StepFlops | None = None
+    peak_tokens_per_second: float | None = None
     profile: Callable[[int, int], torch.profiler.profile] | None = None
 
     def __post_init__(self) -> None:
@@ -106,7 +99,7 @@ class Loop:
         lengths = [len(row.input_ids) for row in self.rows]
         self.order = self.states.ordered(BatchOrder(lengths, self.section.batch_size, self.section.seed))
         self.window = Tally.empty(self.unroll_steps, self.accelerator.device)  # since the last logged step
-        peak = peak_flops_per_second(self.accelerator.device) if self.flops is not None else None
+        peak = self.peak_tokens_per_second
         self.meter = ThroughputMeter(self.accelerator.device, peak and peak * self.schedule.ranks)
         self.skipped, self.name = 0, new_run()
         self.stop_request = StopRequest()
@@ -219,8 +212,7 @@ class Loop:
                 with record_function("backward"):
                     engine.backward(sums.loss * (counts[i] / summed.clamp(min=1)))
             if counts[i]:
-                flops = 0.0 if self.flops is None else self.flops.of_batch(batch.one_row, batch_columns)
-                tally.add(sums, batch.tokens, flops)
+                tally.add(sums, batch.tokens)
         lr = self.schedule.learning_rate(step)
         with record_function("optimizer"):
             done = engine.step(lr)

@@ -15,11 +15,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
+from draftsmith.data_gen.states.store import length_of, taught_tokens
 from draftsmith.data_gen.states.stored_target import StoredTarget
 from draftsmith.eval.decoding.target_facts import check_evaluation
 from draftsmith.models.chat import load_config, load_tokenizer, prompt_date
 from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout, written
-from draftsmith.models.costs import target_size
+from draftsmith.models.costs import device_here, target_size
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_start
 from draftsmith.models.guidance import loaded_target
@@ -34,9 +35,8 @@ from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe, other_than_published
 from draftsmith.train.loss.unroll import kernel_of
-from draftsmith.train.measure.metrics_line import peak_flops_per_second
+from draftsmith.train.measure.dry_run import row_flops
 from draftsmith.train.measure.plan import print_plan
-from draftsmith.train.measure.step_flops import StepFlops
 from draftsmith.train.measure.step_profile import tracer
 from draftsmith.train.run.accelerator import accelerator_of
 from draftsmith.train.run.batches import efficiency
@@ -134,10 +134,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
     check_ranks_agree({"target": computed, "data.states": store_identity(store)})
 
     trainee = trainee_of(recipe.train, drafter)
-    flops = profile = None
-    if peak_flops_per_second(accelerator.device) is not None:
-        size = target_size(load_config(section), section)
-        flops = StepFlops(trainee, inputs.config, size, states_are_read=store is not None)
+    profile = None
     if profile_steps:
         folder = Path(recipe.output_dir) / "profile"
         profile = partial(tracer, profile_steps, folder, accelerator.process_index, accelerator.print)
@@ -155,11 +152,25 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
         ),
         replay=replay,
         trackers=Trackers(recipe.train.trackers, Path(recipe.output_dir), dump_recipe(recipe), recipe.model_dump()),
-        flops=flops,
+        peak_tokens_per_second=peak_tokens_per_second(recipe, inputs, accelerator.device),
         profile=profile,
     )
     layout = target_layout(load_config(section), target.dtype, section.trust_remote_code)
     return Training(recipe, inputs, target, identity | {"layout": layout}, loop)
+
+
+def peak_tokens_per_second(recipe: Recipe, inputs: Inputs, device: torch.device) -> float | None:
+    """Tokens a second that one device would train at its peak, by the operations of a row of mean length. None for
+    devices whose peak is not known, and for ViSpec, where pictures cost something else."""
+    peak = device_here(str(device)).peak_flops
+    if peak is None or recipe.drafter.kind == "vispec":
+        return None
+    rows, size = inputs.rows, target_size(load_config(recipe.target), recipe.target)
+    tokens = max(1, sum(map(length_of, rows)) // len(rows))
+    columns = sum(taught_tokens(row.spans) for row in rows) // len(rows)
+    reads_states = inputs.store is not None
+    flops = row_flops(recipe.train, inputs.shape, inputs.config, size, reads_states, tokens, columns)
+    return peak * tokens / flops
 
 
 def target_and_states(recipe: Recipe, inputs: Inputs, accelerator: Accelerator) -> tuple[Target, StateSource]:
