@@ -34,6 +34,9 @@ class Sampling:
     top_k: int = 0  # 0 is off
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, (int, float)):
+                raise ValueError(f"{name}: {value!r} is no number")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature: {self.temperature} must be 0 (greedy) or a positive number")
         if not 0 < self.top_p <= 1:

@@ -75,10 +75,11 @@ _KEPT = "turn_ends"
 
 def _turn_ends(tokenizer: PreTrainedTokenizerBase, named: frozenset[int]) -> TurnEnds:
     ending = _ending(tokenizer)
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    first = next((i for i in ending if not is_blank(tokenizer, [i])), None)
+    shown = _ending(tokenizer, ASKED) if is_blank(tokenizer, ending) else ending  # some end turns only between turns
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - _opening(tokenizer)
+    first = next((i for i in shown if not is_blank(tokenizer, [i])), None)
     # Harmony's <|end|> ends a channel.
-    found = first in special and not named.intersection(ending) and not is_harmony(tokenizer)
+    found = first in special and not named.intersection(shown) and not is_harmony(tokenizer)
     stops = named | {first} if found and first is not None else named
     behind: dict[str, tuple[int, ...]] = {}
     if not stops.intersection(ending):
@@ -88,14 +89,23 @@ def _turn_ends(tokenizer: PreTrainedTokenizerBase, named: frozenset[int]) -> Tur
     return TurnEnds(stops, usual, first if found else None, behind)
 
 
-def _ending(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the template writes behind the last answer; empty where that does not show."""
+def _ending(tokenizer: PreTrainedTokenizerBase, *after: dict[str, Any]) -> list[int]:
+    """What the template writes behind an answer with these messages after it; empty where that does not show."""
     try:
-        one, other = (list(render(tokenizer, [ASKED, answer])) for answer in ANSWERS)
+        one, other = (list(render(tokenizer, [ASKED, answer, *after])) for answer in ANSWERS)
     except RenderError:
         return []
     shared = next((n for n, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=False)) if a != b), 0)
     return one[len(one) - shared :]
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """What a user turn begins with: the role's marker ends no turn before it. Empty where that does not show."""
+    try:
+        one, other = (list(render(tokenizer, [{"role": "user", "content": text}])) for text in ("Go", "12"))
+    except RenderError:
+        return set()
+    return set(one[: next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)])
 
 
 def _until_stop(tokenizer: PreTrainedTokenizerBase, messages: list[Any], stops: frozenset[int]) -> tuple[int, ...]:
@@ -116,12 +126,19 @@ def is_blank(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], skip_specia
 
 def answer_notes(section: TargetSection, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Sentences about answers that differ from what the target's generation config asks for."""
-    config, unnamed, notes = load_generation_config(section), turn_ends(tokenizer).unnamed, []
-    if unnamed is not None:
+    config, ends, notes = load_generation_config(section), turn_ends(tokenizer), []
+    if ends.unnamed is not None:
         notes.append(
-            f"note: the chat template ends turns with {tokenizer.convert_ids_to_tokens(unnamed)!r}, and neither "
+            f"note: the chat template ends turns with {tokenizer.convert_ids_to_tokens(ends.unnamed)!r}, and neither "
             "generation_config.json nor the tokenizer names it as a stop token (eos_token_id): answers end there. An "
             "engine that serves the target must be told"
+        )
+    elif ends.usual is None:
+        named = ", ".join(repr(tokenizer.convert_ids_to_tokens(i)) for i in sorted(ends.stops))
+        notes.append(
+            f"note: the chat template ends turns with no stop token (there are {named}): where the target writes none "
+            "of its own, answers run to the limit. Name one in the target's generation_config.json (eos_token_id), or "
+            "give a template that ends turns with one (target.chat_template)"
         )
     for key, neutral in _NOT_APPLIED.items():
         value = getattr(config, key, None)

@@ -335,6 +335,15 @@ def test_an_id_is_qualified_until_it_is_free(tmp_path: Path):
     assert [c.id for c in read([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])] == ["0", "b/0", "b/b/0"]
 
 
+def test_records_on_one_line_have_ids_of_their_own(tmp_path: Path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "p.json").write_text(json.dumps([{"prompt": f"{name} asks {i}"} for i in range(3)]))
+    places = [str(tmp_path / name / "p.json") for name in ("a", "b")]
+    ids = ["p.json:1", "p.json:1.2", "p.json:1.3"]
+    assert [c.id for c in read(places)] == [*ids, *(f"{places[1]}:1{end}" for end in ("", ".2", ".3"))]
+
+
 def test_equal_ids_of_other_sources_are_told_apart(tmp_path: Path):
     first = write_lines(tmp_path / "first.jsonl", {"id": 0, "prompt": "a"}, {"id": 1, "prompt": "b"})
     second = write_lines(

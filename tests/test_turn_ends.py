@@ -197,6 +197,20 @@ def test_an_end_of_turn_that_nothing_names_is_a_stop_token(tmp_path: Path) -> No
     assert answer_notes(named, load_tokenizer(named)) == []
 
 
+def test_an_end_that_stands_between_turns_only_is_found() -> None:
+    template = untagged(CHAT_TEMPLATE).replace("<|end|>", "{{ '<|end|>' if not loop.last }}", 1)
+    tokenizer = make_tokenizer(template, roles={"eos_token": "<|pad|>"})
+    assert stop_ids(tokenizer) == (0, 4) and turn_ends(tokenizer).unnamed == turn_ends(tokenizer).usual == 4
+    assert texts(tokenizer, ASK, ANSWER, ASK, ANSWER) == ["sat on<|end|>"] * 2
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE.replace("<|end|>", "</s>"), untagged(GLM)])
+def test_a_template_whose_turns_no_stop_token_ends_is_told(tmp_path: Path, template: str) -> None:
+    section = saved(tmp_path, make_tokenizer(template, GLM_SPECIAL, roles={"eos_token": "<|pad|>"}))
+    (note,) = answer_notes(section, load_tokenizer(section))
+    assert "no stop token (there are '<|pad|>')" in note and "target.chat_template" in note
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -9,6 +9,7 @@ checkpoint's precision, often bfloat16; `Speculator.token_identical` tells wheth
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,31 @@ from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.families import positions_text, usable_positions
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.vocab import counts_of
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.schema import TargetSection, TreeSection
 
 
-def _check_kind(name: str, value: object, kind: type, example: str) -> None:
-    if not isinstance(value, kind):
-        raise UserError(f"{name}: {value!r} is no {kind.__name__}; give {example}")
+def _check_kind(name: str, value: object, kinds: type | tuple[type, ...], example: str) -> None:
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise UserError(f"{name}: {value!r} is a {type(value).__name__}; give {example}")
+
+
+def _messages_of(question: object) -> list[Message]:
+    """Raises UserError for what is no question, and for a conversation that ends with none."""
+    if isinstance(question, str):
+        return [{"role": "user", "content": question}]
+    roles = "system", "developer", "user", "assistant", "tool"
+    if (
+        not isinstance(question, list)
+        or not question
+        or not all(isinstance(each, dict) and each.get("role") in roles for each in question)
+        or question[-1]["role"] == "assistant"
+    ):
+        raise UserError(
+            f"question: {short(question)} is neither a text nor a list of messages {{'role': ..., 'content': ...}} "
+            f"that ends with a question; roles are {', '.join(roles)}"
+        )
+    return question
 
 
 @contextmanager
@@ -67,7 +86,7 @@ class Speculator:
 
     @classmethod
     def load(
-        cls, target: TargetSection | str, drafter: str | Path, token_counts: str | Path | None = None
+        cls, target: TargetSection | str | Path, drafter: str | Path, token_counts: str | Path | None = None
     ) -> "Speculator":
         """Loads both.
 
@@ -80,8 +99,10 @@ class Speculator:
         Raises:
             UserError: one of them is missing, or drafter or counts were made for another target.
         """
-        section = TargetSection(model=target) if isinstance(target, str) else target
+        section = TargetSection(model=str(target)) if isinstance(target, (str, Path)) else target
         _check_kind("target", section, TargetSection, "a name, or TargetSection(model=...)")
+        _check_kind("drafter", drafter, (str, Path), "a directory that training wrote")
+        _check_kind("token_counts", token_counts or "", (str, Path), "a file of `draftsmith rank-vocab`")
         facts, counts = TargetFacts.read(section), None if token_counts is None else Path(token_counts)
         check_drafter(facts, Path(drafter))
         if counts is not None:
@@ -136,10 +157,11 @@ class Speculator:
             UserError: the chat template refuses the messages, max_new_tokens is no number of tokens, prompt and answer
                 exceed the target's positions, or `proposer` refuses tree or sampling.
         """
-        if type(max_new_tokens) is not int or max_new_tokens < 1:
+        _check_kind("max_new_tokens", max_new_tokens, Integral, "a whole number of 1 or more")
+        _check_kind("seed", seed, Integral, "a whole number")
+        if max_new_tokens < 1:
             raise UserError(f"max_new_tokens: {max_new_tokens!r} must be a whole number of 1 or more")
-        proposer = self.proposer(TreeSection() if tree is None else tree, sampling)
-        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        messages, proposer = _messages_of(question), self.proposer(TreeSection() if tree is None else tree, sampling)
         try:
             prompt = render_prompt(self.tokenizer, messages, tools)
         except RenderError as error:
@@ -152,5 +174,5 @@ class Speculator:
         draws = SeededDraws(seed, prompt.digest if prompt.inserts else tuple(prompt))
         verifier = TargetVerifier(self.target, proposer, self.lineup.acceptance(self.contender, sampling))
         with torch.inference_mode():
-            [generation] = decode(verifier, proposer, [prompt], self.stop_ids, max_new_tokens, [draws])
+            [generation] = decode(verifier, proposer, [prompt], self.stop_ids, int(max_new_tokens), [draws])
         return Answer(decode_answer(self.tokenizer, generation.token_ids), generation)

@@ -165,10 +165,14 @@ def _read(names: list[str], rejects: Rejects, store: StorePicture | None) -> Ite
     for name, part in parts:
         rejected_before = rejects.total
         own: dict[str, str] = {}  # as `places`, by ids as this file writes them
+        last = nth = 0  # the line before, and its records so far
         for line, record in records(part, rejects, store):
+            last, nth = line, nth + 1 if line == last else 1
             try:
                 shown = record if store is None else as_picture_record(record)
-                conversation = to_conversation(shown, _default_id(part, line, places), part, line, benchmarks[name])
+                conversation = to_conversation(
+                    shown, _default_id(part, line, nth, places), part, line, benchmarks[name]
+                )
                 given = conversation.id
                 asked = [conversation.messages, conversation.images, conversation.meta.get("tools")]
                 content = hash(json.dumps(asked, default=str))
@@ -200,6 +204,7 @@ def _read(names: list[str], rejects: Rejects, store: StorePicture | None) -> Ite
         raise UserError(barren)
 
 
-def _default_id(source: str, line: int, places: dict[str, str]) -> str:
-    short = f"{Path(source).name if not source.startswith('hf:') else source}:{line}"
-    return f"{source}:{line}" if short in places else short  # folders may hold files of the same name
+def _default_id(source: str, line: int, nth: int, places: dict[str, str]) -> str:
+    place = f"{line}" if nth == 1 else f"{line}.{nth}"  # an array may have many records on one line
+    short = f"{Path(source).name if not source.startswith('hf:') else source}:{place}"
+    return f"{source}:{place}" if short in places else short  # folders may hold files of the same name

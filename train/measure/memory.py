@@ -110,13 +110,13 @@ def planned_memory(run: PlannedRun) -> dict[str, float]:
     unroll = dry_run(section, shape, run.target_config, size.dtype, *sizes).peak_bytes
     target_pass = target_forward_bytes(run.target_config, size, rows, tokens, len(shape.capture_layers))
     kept = gradients * (section.gradient_accumulation_steps > 1) + buckets
-    widest: dict[str, float] = max(
+    moments_of_a_step: list[dict[str, float]] = [
         {TARGET_PASS: 0 if run.reads_states else target_pass, WEIGHT_SHAPED: kept},
         {**unroll, WEIGHT_SHAPED: unroll.get(WEIGHT_SHAPED, 0) + kept + gathered},
         {UPDATE: gradients + (0 if on_cpu else moments // 2), WEIGHT_SHAPED: buckets},
         {REPLAY: planned_replay_bytes(run), WEIGHT_SHAPED: buckets + gathered},
-        key=lambda moment: sum(moment.values()),
-    )
+    ]
+    widest = max(moments_of_a_step, key=lambda moment: sum(moment.values()))
     always = {TARGET_WEIGHTS: size.weight_bytes, KEPT: weights + moments}
     always[PROCESS] = psutil.Process().memory_info().rss if on_cpu else CUDA_CONTEXT_BYTES
     always[RESERVE] = (CPU_RESERVE if on_cpu else GPU_RESERVE) * sum(widest.values())
