@@ -126,10 +126,10 @@ class Stages:
     def _call(self, words: list[str]) -> int:
         stage, overrides = words[0], [word for word in words[2:] if word != "--plan"]
         self.called.append(" ".join([stage, *words[len(overrides) + 2 :]]))
-        if "--plan" in words:
-            return 0
         if stage in self.fails:
             return self.fails[stage]()
+        if "--plan" in words:
+            return 0
         for file in pipeline._writes(load_recipe(self.recipe_path, overrides), stage):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"{stage} {time.time_ns()}")
@@ -359,6 +359,20 @@ def test_a_stage_that_did_not_end_well_is_not_done(stages: Stages, capsys: pytes
     with pytest.raises(SystemExit) as ended:
         stages.run("train.max_steps=9")
     assert ended.value.code == 1
+
+
+def test_a_plan_goes_through_all_stages_whatever_cannot_work(
+    stages: Stages, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages.fails = {"regenerate": lambda: 2, "train": lambda: 2}
+    with pytest.raises(SystemExit) as ended:
+        stages.run("--plan")
+    assert ended.value.code == 2 and stages.called == [f"{stage} --plan" for stage in ALL]
+    assert "cannot work as planned: regenerate, train\n" in capsys.readouterr().err
+    stages.fails = {"rank-vocab": lambda: 130}  # Ctrl-C
+    with pytest.raises(SystemExit) as ended:
+        stages.run("--plan")
+    assert ended.value.code == 130 and len(stages.called) == 2
 
 
 def test_a_recipe_decides_which_stages_there_are(stages: Stages) -> None:
