@@ -160,6 +160,11 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
     )
 
 
+def published_states(layers: int) -> list[int]:
+    """The states that EAGLE-3's authors capture of a target with so many layers, in `hidden_states` numbering."""
+    return [2, layers // 2, layers - 3]
+
+
 def captured_states(config: Mapping[str, Any], nested: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """The captured states in `hidden_states` numbering, from both spellings or the published default."""
     top, inner = config.get(AUX_IDS), nested.get(AUX_IDS)
@@ -171,7 +176,7 @@ def captured_states(config: Mapping[str, Any], nested: Mapping[str, Any], layers
             f"{AUX_IDS} {top} and eagle_config's {inner} name different states: the first counts hidden_states, the "
             "second layer outputs, one less"
         )
-    states = top if top is not None else [each + 1 for each in inner] if inner else [2, layers // 2, layers - 3]
+    states = top if top is not None else [each + 1 for each in inner] if inner else published_states(layers)
     if states != sorted(set(states)) or states[0] < 0 or states[-1] >= layers:
         raise Contradiction(f"captured states {states} must ascend within 0 to {layers - 1}, the target's layers")
     return tuple(states)

@@ -18,10 +18,13 @@ from draftsmith.models.drafters import build_drafter, kind_text, tensor_shapes
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FeatureDrafting, FrozenHead
 from draftsmith.models.formats import eagle, speculators
-from draftsmith.models.formats.folder import DTYPES_OF, FLOATS, Folder
+from draftsmith.models.formats.folder import Folder
 from draftsmith.models.prompt import DecoderInputs, PlacedInsert
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError, short
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPES_OF = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool,)}  # the rest are weights, in FLOATS
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,9 @@ def read_foreign(folder: Folder, target: TargetShape) -> Foreign:
     Raises:
         UserError: everything about the folder that does not fit together or does not fit the target.
     """
-    for name, info in folder.tensors.items():
-        if info.dtype not in (kinds := DTYPES_OF.get(name, FLOATS)):
-            raise UserError(f"{folder.path}: {name} is of type {info.dtype}, not {' or '.join(kinds)}")
+    for name, tensor in folder.tensors.items():
+        if tensor.dtype not in (kinds := DTYPES_OF.get(name, FLOATS)):
+            raise UserError(f"{folder.path}: {name} is of type {tensor.dtype}, not {' or '.join(map(str, kinds))}")
     config = folder.config
     try:
         if speculators.is_speculators(config):
@@ -81,7 +84,8 @@ def read_foreign(folder: Folder, target: TargetShape) -> Foreign:
             f"{folder.path}: vocab_size is {shape.vocab_size:,}, the target's is {target.vocab_size:,}; name the "
             "target that it was trained for"
         )
-    check_sizes(folder.path, shape, {name: info.sizes for name, info in folder.tensors.items()})
+    sizes = {name: list(tensor.shape) for name, tensor in folder.tensors.items()}
+    check_sizes(folder.path, shape, sizes)
     check_rotary(folder.path, shape)
     names = _names(folder, shape)
     vocab, order = _vocabulary(folder, shape)
@@ -89,19 +93,27 @@ def read_foreign(folder: Folder, target: TargetShape) -> Foreign:
     problems = [f"{name} is missing" for name in wanted.keys() - names.keys() - set(eagle.WEIGHTLESS)]
     problems += [f"{old} has no place in {kind_text(shape)}" for new, old in names.items() if new not in wanted]
     problems += [
-        f"{old} is {folder.tensors[old].sizes}, not {wanted[new]}"
+        f"{old} is {sizes[old]}, not {wanted[new]}"
         for new, old in names.items()
-        if new in wanted and folder.tensors[old].sizes != wanted[new]
+        if new in wanted and sizes[old] != wanted[new]
     ]
     if problems:
         more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
         raise UserError([*(f"{folder.path}: {each}" for each in sorted(problems)[:5]), *more])
-    tensors = {new: folder.tensor(old) for new, old in names.items() if new not in eagle.WEIGHTLESS}
+    tensors = {new: _finite(folder, old) for new, old in names.items() if new not in eagle.WEIGHTLESS}
     if order is not None:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order].contiguous()
     tensors |= {"d2t": vocab.d2t.clone(), "t2d": vocab.t2d.clone()}
     embedding = next((name for name in folder.tensors if name.endswith("embed_tokens.weight")), None)
-    return Foreign(shape, vocab, tensors, None if embedding is None else folder.tensor(embedding))
+    return Foreign(shape, vocab, tensors, None if embedding is None else _finite(folder, embedding))
+
+
+def _finite(folder: Folder, name: str) -> torch.Tensor:
+    tensor = folder.tensors[name]
+    # In the precision that it is used in: a float64 may be finite, and infinite as a float32.
+    if not tensor.float().isfinite().all():
+        raise UserError(f"{folder.path}: {name} holds numbers that are not finite; the checkpoint is damaged")
+    return tensor
 
 
 def _width_read(folder: Folder, config: Mapping[str, Any], shape: DrafterConfig) -> int:
@@ -109,18 +121,18 @@ def _width_read(folder: Folder, config: Mapping[str, Any], shape: DrafterConfig)
     said, fc = config.get("target_hidden_size"), folder.tensors.get("fc.weight")
     if type(said) is int:
         return said
-    if not shape.own_head or fc is None or len(fc.sizes) != 2 or fc.sizes[1] % len(shape.capture_layers):
+    if not shape.own_head or fc is None or fc.ndim != 2 or fc.shape[1] % len(shape.capture_layers):
         return shape.hidden_size  # EAGLE-1 has the target's width; an odd fc is reported later
-    return fc.sizes[1] // len(shape.capture_layers)
+    return fc.shape[1] // len(shape.capture_layers)
 
 
 def _names(folder: Folder, shape: DrafterConfig) -> dict[str, str]:
     """Our name -> name in the folder."""
     names: dict[str, str] = {}
     for old, new in eagle.our_names(shape, folder.tensors):
-        if new.endswith("o_proj.bias") and not folder.tensor(old).any():
+        if new.endswith("o_proj.bias") and not folder.tensors[old].any():
             continue  # vLLM asks for one; zeros change nothing
-        if new in names and not torch.equal(folder.tensor(names[new]), folder.tensor(old)):
+        if new in names and not torch.equal(folder.tensors[names[new]], folder.tensors[old]):
             raise UserError(f"{folder.path}: {names[new]} and {old} are two tensors for one place ({new})")
         names[new] = old
     return names
@@ -133,7 +145,7 @@ def _vocabulary(folder: Folder, shape: DrafterConfig) -> tuple[DraftVocab, torch
         if size != whole:
             raise UserError(f"{folder.path}: draft_vocab_size is {size:,} of {whole:,}, but there is no d2t")
         return DraftVocab.full(whole), None
-    d2t = folder.tensor("d2t")
+    d2t = folder.tensors["d2t"]
     if list(d2t.shape) != [size]:
         raise UserError(f"{folder.path}: d2t is of shape {list(d2t.shape)}, not {size:,} numbers")
     ids = d2t.long() + torch.arange(size)
@@ -146,7 +158,7 @@ def _vocabulary(folder: Folder, shape: DrafterConfig) -> tuple[DraftVocab, torch
     if bool((ascending[1:] == ascending[:-1]).any()):
         raise UserError(f"{folder.path}: d2t leads two draft tokens to one target token")
     if "t2d" in folder.tensors:
-        marked = folder.tensor("t2d").bool()
+        marked = folder.tensors["t2d"].bool()
         if list(marked.shape) != [whole] or not torch.equal(marked.nonzero().flatten(), ascending):
             raise UserError(f"{folder.path}: t2d marks other target tokens than d2t leads to")
     return DraftVocab(ascending, whole), None if torch.equal(order, torch.arange(size)) else order
