@@ -330,8 +330,8 @@ def test_the_tokenizer_is_copied_from_the_target_s_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"layers": 9}, "llama.block_count is 9, the drafter's target has 8"),
-        ({"tokens": V - 1}, "number of tokens is 63, the drafter's target has 64"),
+        ({"layers": 9}, "num_layers is 9, the drafter's target has 8"),
+        ({"tokens": V - 1}, "vocab_size is 63, the drafter's target has 64"),
     ],
 )
 def test_the_file_of_another_target_is_refused(tmp_path: Path, changed: dict[str, Any], told: str) -> None:

@@ -259,7 +259,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     ),
     "another vocabulary": (of_config(vocab_size=VOCAB_SIZE + 8), "vocab_size is 328, the target's is 320"),
     "a huge layer count": (of_config(num_hidden_layers=1_000_000), "layers|tensors"),
-    "a negative size": (of_config(intermediate_size=-4), "intermediate_size is -4, not a whole number"),
+    "a negative size": (of_config(intermediate_size=-4), "intermediate_size is -4: Input should be greater"),
     "heads that do not divide": (of_config(num_key_value_heads=3), "cannot share"),
     "another residual": (of_config(norm_before_residual=True), "norm_before_residual is True"),
     "a strange activation": (of_config(hidden_act="__import__"), "hidden_act"),
