@@ -252,7 +252,7 @@ MUTATIONS: dict[str, tuple[Change, str]] = {
     "a transposed one": (tensor(Q, lambda weight: weight.T), r"q_proj.weight is \[64, 32\]"),
     "other weights": (tensor(Q, lambda weight: weight + 0.01), "logits up to"),
     "an integer weight": (tensor(Q, torch.Tensor.int), "q_proj.weight would be rounded|of type torch.int32"),
-    "ids for offsets": (tensor("d2t", lambda d2t: d2t + torch.arange(len(d2t))), "d2t leads to|another draft vocab"),
+    "ids for offsets": (tensor("d2t", lambda d2t: d2t + torch.arange(len(d2t))), "d2t must hold|another draft vocab"),
     "no d2t": (lambda config, tensors: tensors.pop("d2t"), "d2t"),
     "another rope base": (
         lambda config, tensors: config["rope_parameters"].update(rope_theta=1e6) or config.update(rope_theta=1e6),

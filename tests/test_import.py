@@ -231,10 +231,10 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         r"fc.weight is \[32, 5\], not \[32, 96\]",
     ),
     "a tensor too many": (of_tensors(extra=lambda t: t["fc.weight"].clone()), "extra has no place in eagle3"),
-    "ids beyond the vocabulary": (of_tensors(d2t=lambda t: t["d2t"] + VOCAB_SIZE), "d2t leads to target ids"),
+    "ids beyond the vocabulary": (of_tensors(d2t=lambda t: t["d2t"] + VOCAB_SIZE), "d2t must hold offsets"),
     "one target token twice": (
         of_tensors(d2t=lambda t: torch.cat((t["d2t"][:1], t["d2t"][:1] - 1, t["d2t"][2:]))),
-        "two draft tokens to one target token",
+        "different tokens; target_ids must ascend",
     ),
     "another t2d": (of_tensors(t2d=lambda t: ~t["t2d"]), "t2d marks other target tokens"),
     "a fractional d2t": (
