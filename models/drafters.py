@@ -84,7 +84,7 @@ def trainable_parameters(config: DrafterConfig) -> int:
     return sum(p.numel() for p in on_meta(config).parameters())
 
 
-def tensor_shapes(config: DrafterConfig, vocab: DraftVocab) -> dict[str, list[int]]:
+def tensor_shapes(config: DrafterConfig, vocab: DraftVocab | None = None) -> dict[str, list[int]]:
     """Names and shapes of a checkpoint's tensors, without allocating them."""
     return {name: list(tensor.shape) for name, tensor in on_meta(config, vocab).state_dict().items()}
 

@@ -189,6 +189,8 @@ def test_what_an_engine_must_be_told_is_said(
         ("meta-llama/Llama-3.1-8B-Instruct", True),
         ("codellama/CodeLlama-7b-hf", True),
         ("models/gemma-2-2b-it", True),
+        ("google/codegemma-7b", True),
+        ("google/paligemma2-3b", True),
         ("TinyLlama/TinyLlama-1.1B", False),
         ("llava-hf/llava-1.5-7b-hf", False),
     ],

@@ -17,8 +17,8 @@ from draftsmith.models.drafters import build_drafter
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.formats import gguf_file, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, problems
-from draftsmith.models.formats.exporting import Source, export, prove
-from draftsmith.models.formats.folder import TensorInfo
+from draftsmith.models.formats.exporting import Source, export, prove, readers
+from draftsmith.models.formats.folder import Folder
 from draftsmith.models.formats.foreign import Foreign, probe_log_probs
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -70,7 +70,8 @@ def make_source(directory: Path = Path("runs/drafter"), **changed: Any) -> Sourc
 
 
 def exported(source: Source, out: Path, dtype: torch.dtype | None = None, target_gguf: Path | None = None) -> Path:
-    assert export(source, ENGINE, out, dtype, lambda _: {}, target_gguf) == [ENGINE]
+    assert readers(source, ENGINE) == [ENGINE]
+    export(source, ENGINE, out, dtype, {}, target_gguf)
     return out / gguf_file.NAME
 
 
@@ -162,18 +163,17 @@ def test_llama_cpp_would_draft_so_from_the_unscaled_table_of_a_target_that_scale
 def test_the_file_reads_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype | None) -> None:
     source = make_source(rope_parameters=LLAMA3)
     path = exported(source, tmp_path / "out", dtype)
-    back = gguf_file.read_back(path, source.shape)
+    found = gguf_file.read_gguf(path)
+    back = gguf_file.read_back(found, source.shape)
     assert back.tensors.keys() == source.tensors.keys()
     for name, tensor in source.tensors.items():
         rounded = tensor.to(dtype or tensor.dtype).to(tensor.dtype) if tensor.is_floating_point() else tensor
         assert torch.equal(back.tensors[name].to(tensor.dtype), rounded), name
-    config, infos = gguf_file.gguf_layout(path)
-    assert config["eagle3.target_layers"] == [2, 4, 5]
-    kinds = {None: "F32", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-    assert {info.dtype for info in infos.values()} == {"F32", "I64", kinds[dtype]}
-    assert infos["blk.0.attn_k.weight"].sizes == [24, 2 * H]
+    assert found.config["eagle3.target_layers"] == [2, 4, 5]
+    assert {tensor.dtype for tensor in found.tensors.values()} == {torch.float32, torch.int64, dtype or torch.float32}
+    assert found.tensors["blk.0.attn_k.weight"].shape == (24, 2 * H)
     # A drafter needs no tokenizer; llama.cpp takes the number of tokens from this key where the model is "none".
-    assert (config["tokenizer.ggml.model"], config["eagle3.vocab_size"]) == ("none", V)
+    assert (found.config["tokenizer.ggml.model"], found.config["eagle3.vocab_size"]) == ("none", V)
 
 
 def test_frequencies_are_divided_as_by_the_converter(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_frequencies_are_divided_as_by_the_converter(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(found.copy()), torch.tensor(wanted))
     assert len({round(each, 3) for each in wanted}) > 2
     plain = exported(make_source(), tmp_path / "plain")
-    assert "rope_freqs.weight" not in gguf_file.gguf_layout(plain)[1]
+    assert "rope_freqs.weight" not in gguf_file.read_gguf(plain).tensors
 
 
 @pytest.mark.parametrize(
@@ -201,14 +201,14 @@ def test_frequencies_are_divided_as_by_the_converter(tmp_path: Path) -> None:
     [
         ({"capture_layers": (2, 5)}, "exactly 3 of the target's states, the drafter reads 2"),
         ({"capture_layers": (2, 4, LAYERS)}, "before the target's final norm"),
-        ({"num_layers": 2}, "has one layer, the drafter 2"),
+        ({"num_layers": 2}, "one layer, the drafter has 2"),
         ({"fc_norm": True}, "neither fc_norm nor norm_output"),
         ({"norm_output": True}, "neither fc_norm nor norm_output"),
-        ({"attention_bias": True}, "no bias in q, k, v"),
+        ({"attention_bias": True}, "no bias in q, k, v of eagle3"),
         ({"hidden_act": "gelu"}, "silu alone"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
-            "followed for linear and llama3, the drafter has yarn",
+            "linear and llama3 of the rotary scalings, the drafter has yarn",
         ),
     ],
 )
@@ -216,43 +216,48 @@ def test_other_drafters_are_refused_with_the_reason(tmp_path: Path, changed: dic
     source = make_source()
     source = replace(source, shape=replace(source.shape, **changed))
     with pytest.raises(UserError, match=reason):
-        export(source, ENGINE, tmp_path / "out", None, lambda _: {})
+        export(source, ENGINE, tmp_path / "out", None, {})
     assert not (tmp_path / "out").exists()
 
 
-Change = Callable[[dict[str, Any], dict[str, TensorInfo]], Any]
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
+
+
+def key(name: str, value: Any) -> Change:
+    return lambda kv, _: kv.update({f"eagle3.{name}": value})
+
+
 WRONG: dict[str, tuple[Change, str]] = {
-    "a shifted layer": (lambda kv, _: kv.update({"eagle3.target_layers": [1, 3, 4]}), "capture_layers"),
-    "four layers": (lambda kv, _: kv.update({"eagle3.target_layers": [1, 3, 4, 5]}), "4 entries, not 3"),
-    "no layers": (lambda kv, _: kv.pop("eagle3.target_layers"), "KeyError 'eagle3.target_layers'"),
-    "another architecture": (lambda kv, _: kv.update(architectures=["llama"]), "wants ['eagle3']"),
-    "another epsilon": (lambda kv, _: kv.update({"eagle3.attention.layer_norm_rms_epsilon": 1e-6}), "rms_norm_eps"),
-    "normed residual": (lambda kv, _: kv.update({"eagle3.norm_before_residual": True}), "norm_before_residual"),
-    "norm before fc": (lambda kv, _: kv.update({"eagle3.norm_before_fc": True}), "norm_before_fc"),
-    "scaling twice": (lambda kv, _: kv.update({"eagle3.rope.scaling.factor": 4.0}), "rope.scaling.factor"),
-    "a partial rotation": (lambda kv, _: kv.update({"eagle3.rope.dimension_count": 6}), "rope.dimension_count"),
-    "values of another size": (lambda kv, _: kv.update({"eagle3.attention.value_length": 8}), "value_length"),
-    "heads by hidden size": (lambda kv, _: kv.pop("eagle3.attention.key_length"), "head_dim: llama.cpp takes 8"),
-    "no shared keys": (lambda kv, _: kv.pop("eagle3.attention.head_count_kv"), "num_key_value_heads"),
-    "another vocabulary": (lambda kv, _: kv.update({"eagle3.vocab_size": V - 1}), "vocab_size"),
-    "two layers": (lambda kv, _: kv.update({"eagle3.block_count": 2}), "num_layers"),
-    "a missing norm": (lambda _, t: t.pop("blk.0.attn_norm_2.weight"), "is missing; llama.cpp would fail"),
-    "no d2t": (lambda _, t: t.pop("d2t"), "draft_vocab_size"),
-    "d2t in 32 bits": (lambda _, t: t.update(d2t=TensorInfo([40], "I32")), "wants I64"),
-    "an unknown tensor": (lambda _, t: t.update({"blk.0.attn_q.bias": TensorInfo([48], "F32")}), "refuses this name"),
-    "a norm in 16 bits": (lambda _, t: t.update({"output_norm.weight": TensorInfo([H], "F16")}), "type of output_norm"),
-    "a transposed weight": (lambda _, t: t.update({"fc.weight": TensorInfo([3 * H, H], "F32")}), "wants [32, 96]"),
+    "a shifted layer": (key("target_layers", [1, 3, 4]), "target_layers is [1, 3, 4], the drafter needs [2, 4, 5]"),
+    "no layers": (lambda kv, _: kv.pop("eagle3.target_layers"), "target_layers is None"),
+    "another architecture": (lambda kv, _: kv.update(architectures=["llama"]), "architectures is ['llama']"),
+    "another epsilon": (key("attention.layer_norm_rms_epsilon", 1e-6), "epsilon is 1e-06"),
+    "another base": (key("rope.freq_base", 1e6), "rope.freq_base"),
+    "normed residual": (key("norm_before_residual", True), "norm_before_residual"),
+    "values of another size": (key("attention.value_length", 8), "value_length"),
+    "another vocabulary": (key("vocab_size", V - 1), "vocab_size"),
+    "another tokenizer": (lambda kv, _: kv.update({"tokenizer.ggml.tokens": ["a"]}), "it has 1 tokens"),
+    "two layers": (key("block_count", 2), "block_count"),
+    "a missing norm": (lambda _, t: t.pop("blk.0.attn_norm_2.weight"), "blk.0.attn_norm_2.weight is missing"),
+    "no d2t": (lambda _, t: t.pop("d2t"), "d2t is missing"),
+    "d2t in 32 bits": (lambda _, t: t.update(d2t=t["d2t"].int()), "d2t is of type torch.int32"),
+    "an unknown tensor": (lambda _, t: t.update({"blk.0.attn_q.bias": torch.zeros(48)}), "attn_q.bias is unknown"),
+    "a norm in 16 bits": (
+        lambda _, t: t.update({"output_norm.weight": torch.ones(H).half()}),
+        "is of type torch.float",
+    ),
+    "a transposed weight": (lambda _, t: t.update({"fc.weight": t["fc.weight"].T}), "it wants [32, 96]"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_loader_s_rules_find_a_wrong_file(tmp_path: Path, name: str) -> None:
     source = make_source()
-    config, tensors = gguf_file.gguf_layout(exported(source, tmp_path / "out"))
-    assert problems(ENGINE, config, tensors, source.shape, source.target) == []
+    found: Folder = gguf_file.read_gguf(exported(source, tmp_path / "out"))
+    assert problems(ENGINE, found, source.shape) == []
     change, told = WRONG[name]
-    change(config, tensors)
-    assert told in "\n".join(problems(ENGINE, config, tensors, source.shape, source.target))
+    change(found.config, found.tensors)
+    assert told in "\n".join(problems(ENGINE, found, source.shape))
 
 
 def other_weights(source: Source) -> dict[str, torch.Tensor]:
@@ -325,8 +330,8 @@ def test_the_tokenizer_is_copied_from_the_target_s_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"layers": 9}, "llama.block_count is 9, the drafter's target has 8"),
-        ({"tokens": V - 1}, "number of tokens is 63, the drafter's target has 64"),
+        ({"layers": 9}, "num_layers is 9, the drafter's target has 8"),
+        ({"tokens": V - 1}, "vocab_size is 63, the drafter's target has 64"),
     ],
 )
 def test_the_file_of_another_target_is_refused(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
@@ -419,10 +424,10 @@ def test_the_command_writes_both_files(
     printed = capsys.readouterr().out
     assert f"llama-server -m {out}/target.gguf -md {out}/drafter.gguf --spec-type draft-eagle3" in printed
     assert {each.name for each in out.iterdir()} == {"drafter.gguf", "target.gguf", "README.md"}
-    config = gguf_file.gguf_layout(out / "target.gguf")[0]
+    config = gguf_file.read_gguf(out / "target.gguf").config
     # The converter does not know this tokenizer, which splits text as GPT-2's does.
     assert (config["tokenizer.ggml.pre"], config["test.outtype"]) == ("gpt-2", "auto")
-    assert gguf_file.gguf_layout(out / "drafter.gguf")[0]["tokenizer.ggml.pre"] == "gpt-2"
+    assert gguf_file.read_gguf(out / "drafter.gguf").config["tokenizer.ggml.pre"] == "gpt-2"
     assert "llama-server" in (out / "README.md").read_text()
 
 

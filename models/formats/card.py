@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from huggingface_hub import ModelCard, ModelCardData
 
 from draftsmith.models.drafters import kind_text, trainable_parameters
 from draftsmith.models.eagle3 import Eagle3Config
@@ -19,12 +19,13 @@ from draftsmith.recipes.files.json_text import parse_json
 PICTURE = "acceptance.png"
 KEY = "acceptance_by_position"
 MERGED = "MERGED_TARGET"  # how serve commands name a target that has to be merged with its adapter first
-# Licences whose terms reach models made with a model's outputs; what tells the family in a Hub id or a folder's name.
+# Licences whose terms reach models made with a model's outputs; what tells the family in a Hub id or a folder's name
+# (codegemma, paligemma and others are Gemma's, too).
 BINDING = {
     r"\b(code)?llama-?\d": (
         "the Llama community licence asks that models trained with a Llama's outputs be called Llama and carry it"
     ),
-    r"\bgemma": "Gemma's terms of use bind models trained with Gemma's outputs",
+    "gemma": "Gemma's terms of use bind models trained with Gemma's outputs",
 }
 
 
@@ -45,6 +46,16 @@ def own_contenders(measured: dict[str, Any]) -> list[str]:
         for name, row in measured["contenders"].items()
         if row["proposer"] == "drafter" and row["drafter"] == measured["drafter"]
     ]
+
+
+def files_of(source: Source, measured: dict[str, Any] | None) -> dict[str, str | bytes]:
+    """What a measurement adds to an export, by file name."""
+    if measured is None:
+        return {}
+    return {
+        "speculation_profile.json": json.dumps(profile(source, measured), indent=2) + "\n",
+        PICTURE: picture(source, measured),
+    }
 
 
 def profile(source: Source, measured: dict[str, Any]) -> dict[str, Any]:
@@ -114,58 +125,48 @@ def card(
     shape, target = source.shape, source.target
     is_hub = not Path(target["model"]).exists()
     name = source.target_name if pushed else target["model"]
-    adapter, served = target.get("adapter"), served_target(source, name)
     made = parse_json((source.directory / "provenance.json").read_bytes())
     weights = next(tensor.dtype for tensor in source.tensors.values() if tensor.is_floating_point())
-    facts = [
-        ("target", f"`{name}`" + (f", revision `{target['revision']}`" if target.get("revision") else "")),
-        *([("adapter", f"LoRA, sha256 of settings and weights `{adapter}`")] if adapter else []),
-        *(
-            [("quantisation", f"trained on the states of the target in {named}")]
-            if (named := target.get("quantization"))
-            else []
+    states = ", ".join(map(str, shape.capture_layers)) if isinstance(shape, Eagle3Config) else None
+    adapter, quantization, revision = (target.get(key) for key in ("adapter", "quantization", "revision"))
+    facts = {
+        "target": f"`{name}`" + (f", revision `{revision}`" if revision else ""),
+        "adapter": adapter and f"LoRA, sha256 of settings and weights `{adapter}`",
+        "quantisation": quantization and f"trained on the states of the target in {quantization}",
+        "kind": f"{kind_text(shape)}, {shape.num_layers} layer" + "s" * (shape.num_layers > 1),
+        "parameters": f"{trainable_parameters(shape):,}, trained in {str(weights).removeprefix('torch.')}",
+        "draft vocabulary": f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens",
+        "target states": states and f"{states} of `hidden_states` (0 is the embedding)",
+    }
+    origin = {"with": ", ".join(f"{key} {value}" for key, value in made["versions"].items())}
+    if made.get("command"):
+        origin["command"] = f"`{' '.join(made['command'])}`"
+    for key, entry in made.get("data", {}).items():
+        origin[f"{key} (`{entry['file']}`)"] = f"sha256 `{entry['sha256']}`"
+    served = served_target(source, name)
+    rendered = ModelCard.from_template(
+        ModelCardData(
+            base_model=name if is_hub else None,  # the Hub refuses a card whose base model is a path
+            license=license,
+            library_name="transformers",
+            pipeline_tag="text-generation",
+            tags=["speculative-decoding", shape.kind, "draftsmith"],
         ),
-        ("kind", f"{kind_text(shape)}, {shape.num_layers} layer" + "s" * (shape.num_layers > 1)),
-        ("parameters", f"{trainable_parameters(shape):,}, trained in {str(weights).removeprefix('torch.')}"),
-        ("draft vocabulary", f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens"),
-    ]
-    if isinstance(shape, Eagle3Config):
-        states = ", ".join(str(state) for state in shape.capture_layers)
-        facts.append(("target states", f"{states} of `hidden_states` (0 is the embedding)"))
-    origin = [("with", ", ".join(f"{key} {value}" for key, value in made["versions"].items()))]
-    origin += [("command", f"`{' '.join(made['command'])}`")] if made.get("command") else []
-    origin += [
-        (f"{key} (`{entry['file']}`)", f"sha256 `{entry['sha256']}`") for key, entry in made.get("data", {}).items()
-    ]
-    binding = next((words for family, words in BINDING.items() if re.search(family, name.lower())), None)
-    template = Environment(
-        loader=PackageLoader("draftsmith.models.formats", "."), undefined=StrictUndefined, keep_trailing_newline=True
-    ).get_template("card.md.jinja")
-    again = f"draftsmith evaluate {recipe_path or 'your-recipe.yaml'}"
-    if recipe_path is None:
-        again += f" eval.drafter={folder_name}"
-    return template.render(
-        base_model=json.dumps(name) if is_hub else None,  # the Hub refuses a card whose base model is a path
-        license=None if license is None else json.dumps(license),
+        template_path=str(Path(__file__).with_name("card.md.jinja")),
         kind=kind_text(shape),
-        kind_tag=shape.kind,
         target_name=name,
         target_link=f"[{name}](https://huggingface.co/{name})" if is_hub else f"`{name}`",
-        licence_warning=binding,
+        licence_warning=next((words for family, words in BINDING.items() if re.search(family, name.lower())), None),
         before_serving=before_serving(source, name),
-        facts=facts,
+        facts={fact: value for fact, value in facts.items() if value},
+        measured=measured,
         rows=[] if measured is None else _rows(measured),
-        how_measured="" if measured is None else _how(measured),
-        hardware="" if measured is None else measured["made"]["hardware"],
-        picture=PICTURE if measured is not None else None,
-        command="" if measured is None else " ".join(measured["made"]["command"]),
-        again=again,
-        commands=[
-            (engine.title, engine.command(shape, served, folder_name), "" if i == 0 else " reads the same folder")
-            for i, engine in enumerate(engines)
-        ],
+        picture=PICTURE,
+        again=f"draftsmith evaluate {recipe_path or f'your-recipe.yaml eval.drafter={folder_name}'}",
+        commands=[(engine.title, engine.command(shape, served, folder_name)) for engine in engines],
         made=origin,
     )
+    return str(rendered)
 
 
 def _rows(measured: dict[str, Any]) -> list[list[str]]:
@@ -174,26 +175,14 @@ def _rows(measured: dict[str, Any]) -> list[list[str]]:
         for benchmark, contenders in measured["benchmarks"].items():
             row = contenders[name]
             speed = "" if row.get("speedup") is None else f"{row['speedup']:.2f}"
-            numbers = [
-                f"{row['tau']:.2f}",
-                _interval(row["tau_interval"]),
-                speed,
-                _interval(row.get("speedup_interval")),
-            ]
-            rows.append([name, benchmark, str(row["prompts"]), *numbers])
+            numbers = [f"{row['tau']:.2f}", _interval(row["tau_interval"])]
+            rows.append([name, benchmark, str(row["prompts"]), *numbers, speed, _interval(row.get("speedup_interval"))])
     return rows
 
 
 def _interval(ends: list[float] | None) -> str:
     """Empty where a single prompt gives none."""
     return "" if ends is None else f"[{ends[0]:.2f}, {ends[1]:.2f}]"
-
-
-def _how(measured: dict[str, Any]) -> str:
-    temperature = measured["temperature"]
-    way = "Greedy" if temperature == 0 else f"Temperature {temperature:g}"
-    exact = "" if measured["lossless"] else ", with a relaxed acceptance rule, which changes the target's output"
-    return f"{way}{exact}, at most {measured['max_new_tokens']:,} new tokens, {measured['made']['date']}."
 
 
 def picture(source: Source, measured: dict[str, Any]) -> bytes:

@@ -1,6 +1,5 @@
 """The commands `export` and `import-drafter`."""
 
-import json
 import sys
 from argparse import Namespace
 from importlib.metadata import version
@@ -17,6 +16,7 @@ from draftsmith.models.formats.exporting import (
     check_engine,
     check_out,
     export,
+    readers,
     source_to_train,
 )
 from draftsmith.models.formats.folder import read_folder
@@ -36,37 +36,12 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     """
     section = ExportSection() if recipe is None else recipe.export
     engine = _engine(command.to or section.to or "vllm")
-    if recipe is None:
-        if command.overrides:
-            raise UserError(
-                f"{command.overrides[0]}: {command.recipe_path} is a checkpoint, which has no keys to replace"
-            )
-        directory = Path(command.recipe_path)
-        measured_file = directory.parent / "eval" / "acceptance.json"
-        out = directory.parent / "export" / engine.name
-    else:
-        directory, measured_file = recipe.drafter_dir, recipe.eval_out / "acceptance.json"
-        out = recipe.export_dir(engine.name)
-        if not command.plan:
-            need(drafter(recipe))
+    directory, measured_file, out = _places(command, recipe, engine)
     yet_to_train = recipe is not None and not written(directory).exists()
     source = source_to_train(recipe) if recipe is not None and yet_to_train else Source.read(directory)
-    out = command.out or out
     check_out(out, directory)
     check_engine(source, engine)
-    if command.push_to_hub:
-        hub.check_name(command.push_to_hub)
-        if engine.name == "speculators" and Path(source.target["model"]).exists():
-            raise UserError(
-                f"--push-to-hub: a folder of speculators names its target, here {source.target['model']}, which is "
-                "nowhere else; push --to vllm, which names none"
-            )
-    if engine.name == "llama.cpp":
-        if command.with_target and source.target.get("adapter"):
-            raise UserError("--with-target: would convert the target without its adapter; convert the merged target")
-        llama_cpp.check_target_gguf(source, command.with_target, command.target_gguf)
-    elif command.with_target or command.target_gguf:
-        raise UserError(f"--with-target and --target-gguf: {engine.title} reads no GGUF; they belong to --to llama.cpp")
+    _check_options(command, source, engine)
     measured = cards.read_measurement(measured_file, source)
     which = f"{kind_text(source.shape)} for {source.target['model']}" + ", yet to be trained" * yet_to_train
     plan = PlanLines()
@@ -79,29 +54,17 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     if command.plan:
         plan.writes(out)
         return
-    name = command.push_to_hub or str(out)
-    if command.push_to_hub and engine.name == "llama.cpp":
-        name = f"$(hf download {name})"  # llama-server's -md takes a file
     dtype = DTYPES[section.dtype] if section.dtype != "trained" else None
     target_gguf = command.target_gguf
     if command.with_target:
         target_gguf = out / llama_cpp.TARGET
         llama_cpp.convert_target(source, command.with_target, target_gguf, dtype)
         plan.line("wrote", f"{target_gguf}: the target, by {command.with_target}")
+    name, pushed = _name_to_serve(command, engine, out), command.push_to_hub is not None
     recipe_path = command.recipe_path if recipe is not None else None
-
-    def beside_weights(serves: list[ServingEngine]) -> dict[str, str | bytes]:
-        texts: dict[str, str | bytes] = {
-            "README.md": cards.card(
-                source, serves, measured, name, command.push_to_hub is not None, section.license, recipe_path
-            )
-        }
-        if measured is not None:
-            texts["speculation_profile.json"] = json.dumps(cards.profile(source, measured), indent=2) + "\n"
-            texts[cards.PICTURE] = cards.picture(source, measured)
-        return texts
-
-    serves = export(source, engine, out, dtype, beside_weights, target_gguf)
+    serves = readers(source, engine)
+    card = cards.card(source, serves, measured, name, pushed, section.license, recipe_path)
+    export(source, engine, out, dtype, {"README.md": card, **cards.files_of(source, measured)}, target_gguf)
     plan.line("wrote", f"{out}: read back, logits equal")
     if len(serves) > 1:
         plan.line("", f"{', '.join(other.title for other in serves[1:])} read the same folder")
@@ -111,11 +74,50 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         plan.line("uploaded", where)
     if note := cards.before_serving(source, source.target["model"]):
         print(f"note: {note}")
+    target = str(target_gguf or cards.served_target(source, source.target["model"]))
     for other in serves:
-        target = str(target_gguf or cards.served_target(source, source.target["model"]))
         print(f"{other.title}:\n  {other.command(source.shape, target, name)}")
     if recipe is not None and recipe.target.dtype == "float32" and engine.name == "vllm":
         print("Equal answers need the precision of the measurement: add --dtype float32", file=sys.stderr)
+
+
+def _places(command: Command, recipe: Recipe | None, engine: ServingEngine) -> tuple[Path, Path, Path]:
+    """(the drafter, its acceptance.json, the folder to write)."""
+    if recipe is None:
+        if command.overrides:
+            raise UserError(
+                f"{command.overrides[0]}: {command.recipe_path} is a checkpoint, which has no keys to replace"
+            )
+        directory = Path(command.recipe_path)
+        run = directory.parent
+        return directory, run / "eval" / "acceptance.json", command.out or run / "export" / engine.name
+    if not command.plan:
+        need(drafter(recipe))
+    return recipe.drafter_dir, recipe.eval_out / "acceptance.json", command.out or recipe.export_dir(engine.name)
+
+
+def _check_options(command: Command, source: Source, engine: ServingEngine) -> None:
+    """Raises UserError for options that do not fit the engine or the drafter."""
+    if command.push_to_hub:
+        hub.check_name(command.push_to_hub)
+        if engine.format == "speculators" and Path(source.target["model"]).exists():
+            raise UserError(
+                f"--push-to-hub: a folder of speculators names its target, here {source.target['model']}, which is "
+                "nowhere else; push --to vllm, which names none"
+            )
+    if engine.format == "gguf":
+        if command.with_target and source.target.get("adapter"):
+            raise UserError("--with-target: would convert the target without its adapter; convert the merged target")
+        llama_cpp.check_target_gguf(source, command.with_target, command.target_gguf)
+    elif command.with_target or command.target_gguf:
+        raise UserError(f"--with-target and --target-gguf: {engine.title} reads no GGUF; they belong to --to llama.cpp")
+
+
+def _name_to_serve(command: Command, engine: ServingEngine, out: Path) -> str:
+    """How serve commands call the folder."""
+    if command.push_to_hub and engine.format == "gguf":
+        return f"$(hf download {command.push_to_hub})"  # llama-server's -md takes a file
+    return command.push_to_hub or str(out)
 
 
 def _engine(name: str) -> ServingEngine:

@@ -18,9 +18,10 @@ the spellings of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameter
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from transformers.activations import ACT2FN
 
 from draftsmith.models.eagle import EagleConfig
@@ -102,6 +103,70 @@ class Contradiction(ValueError):
     """What cannot be read in a foreign config; the message names the key."""
 
 
+Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Number = Annotated[float, Field(gt=0, lt=1e30)]
+States = Annotated[list[int], Field(min_length=1)]
+
+
+class _Nested(BaseModel, strict=True):
+    eagle_aux_hidden_state_layer_ids: States | None = None
+
+
+class _Keys(BaseModel, strict=True):
+    """What a foreign config says; keys that are not listed here change nothing (`FIXED`: if they have one value)."""
+
+    hidden_size: Size
+    intermediate_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    num_hidden_layers: Size = 1
+    vocab_size: Size | None = None
+    draft_vocab_size: Size | None = None
+    max_position_embeddings: Size | None = None
+    rms_norm_eps: Number = 1e-6
+    hidden_act: str = "silu"
+    rope_theta: Number | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] = {}
+    bias: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    eagle_aux_hidden_state_layer_ids: States | None = None
+    eagle_config: _Nested = _Nested()
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "_Keys":
+        """Nulls count as absent."""
+        try:
+            return cls.model_validate({key: value for key, value in config.items() if value is not None})
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            given = "missing" if first["type"] == "missing" else f"{short(first['input'])}: {first['msg']}"
+            raise Contradiction(f"{key} is {given}") from None
+
+    def rotation(self, positions: int) -> dict[str, Any]:
+        """In transformers 5's spelling. Published EAGLE configs without a base mean 10000."""
+        given, scaling, theta = self.rope_parameters, self.rope_scaling, self.rope_theta
+        if given is not None and theta is not None and given.get("rope_theta", theta) != theta:
+            raise Contradiction(
+                f"rope_theta is {theta}, rope_parameters says {short(given['rope_theta'])}; which base was it trained "
+                "with?"
+            )
+        if given is not None and scaling and scaling_of(given) != scaling_of(scaling):
+            raise Contradiction(
+                f"rope_scaling is {short(scaling)}, rope_parameters says {short(given)}; which was it trained with?"
+            )
+        rope = dict(scaling if given is None else given)
+        rope.setdefault("rope_type", rope.pop("type", "default"))
+        rope.setdefault("rope_theta", theta or 10000.0)
+        try:
+            return checked_rotation(rope, positions)
+        except ValueError as error:
+            raise Contradiction(f"rotary embedding: {error}") from None
+
+
 def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]) -> DrafterConfig:
     """The shape of a published drafter.
 
@@ -112,43 +177,41 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
     Raises:
         Contradiction: an unknown kind, a key of another type, or arithmetic that no drafter here has.
     """
-    reader = _Reader(config)
-    nested = config.get("eagle_config") or {}
-    if not isinstance(nested, dict):
-        raise Contradiction(f"eagle_config is {short(nested)}, not an object")
+    keys = _Keys.of(config)
     for key, wanted in FIXED.items():
-        for where, values in (("", config), ("eagle_config.", nested)):
+        for where, values in (("", config), ("eagle_config.", config.get("eagle_config") or {})):
             if (given := values.get(key)) not in (None, wanted):
                 raise Contradiction(f"{where}{key} is {short(given)}; drafters here know {wanted} alone")
     if strange := [name for name in names if ".q_norm." in name or ".k_norm." in name or name == "mask_hidden"]:
         raise Contradiction(f"it has {strange[0]}, which drafters here do not know")
-    vocab_size = reader.whole("vocab_size", target.vocab_size)
-    heads = reader.whole("num_attention_heads")
-    hidden = reader.whole("hidden_size")
-    positions = reader.whole("max_position_embeddings", target.max_position_embeddings)
+    if keys.hidden_act not in ACT2FN:
+        raise Contradiction(f"hidden_act is {short(keys.hidden_act)}, not the name of an activation")
+    vocab_size = keys.vocab_size or target.vocab_size
+    positions = keys.max_position_embeddings or target.max_position_embeddings
+    biased = any(name.endswith("q_proj.bias") for name in names)
     common: dict[str, Any] = {
-        "hidden_size": hidden,
-        "intermediate_size": reader.whole("intermediate_size"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": reader.whole("num_key_value_heads", heads),
-        "head_dim": reader.whole("head_dim", hidden // heads),
+        "hidden_size": keys.hidden_size,
+        "intermediate_size": keys.intermediate_size,
+        "num_attention_heads": keys.num_attention_heads,
+        "num_key_value_heads": keys.num_key_value_heads or keys.num_attention_heads,
+        "head_dim": keys.head_dim or keys.hidden_size // keys.num_attention_heads,
         "vocab_size": vocab_size,
-        "rms_norm_eps": reader.number("rms_norm_eps", 1e-6),
+        "rms_norm_eps": float(keys.rms_norm_eps),
         "max_position_embeddings": positions,
-        "hidden_act": reader.activation(),
-        "rope_parameters": reader.rope(positions),
-        "num_layers": reader.whole("num_hidden_layers", 1),
-        "attention_bias": any(name.endswith("q_proj.bias") for name in names),
+        "hidden_act": keys.hidden_act,
+        "rope_parameters": keys.rotation(positions),
+        "num_layers": keys.num_hidden_layers,
+        "attention_bias": biased,
     }
     if "lm_head.weight" in names and ("norm.weight" in names or "d2t" in names):
-        if reader.flag("bias") and not common["attention_bias"]:
+        if keys.bias and not biased:
             raise Contradiction("bias is true, and none of its tensors is a bias")
         return Eagle3Config(
             **common,
-            draft_vocab_size=reader.whole("draft_vocab_size", vocab_size),
-            capture_layers=captured_states(config, nested, target.num_hidden_layers),
-            fc_norm=reader.flag("fc_norm") or any(name.startswith("fc_norm.") for name in names),
-            norm_output=reader.flag("norm_output"),
+            draft_vocab_size=keys.draft_vocab_size or vocab_size,
+            capture_layers=_captured_states(keys, target.num_hidden_layers),
+            fc_norm=keys.fc_norm or any(name.startswith("fc_norm.") for name in names),
+            norm_output=keys.norm_output,
         )
     if "fc.weight" not in names:
         raise Contradiction("its tensors are those of no drafter known here (EAGLE, EAGLE-3)")
@@ -160,85 +223,23 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
     )
 
 
-def captured_states(config: Mapping[str, Any], nested: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+def _captured_states(keys: _Keys, layers: int) -> tuple[int, ...]:
     """The captured states in `hidden_states` numbering, from both spellings or the published default."""
-    top, inner = config.get(AUX_IDS), nested.get(AUX_IDS)
-    for where, ids in ((AUX_IDS, top), (f"eagle_config.{AUX_IDS}", inner)):
-        if ids is not None and not (isinstance(ids, list) and ids and all(type(each) is int for each in ids)):
-            raise Contradiction(f"{where} is {short(ids)}, not a list of whole numbers")
+    top, inner = keys.eagle_aux_hidden_state_layer_ids, keys.eagle_config.eagle_aux_hidden_state_layer_ids
     if top is not None and inner is not None and top != [each + 1 for each in inner]:
         raise Contradiction(
             f"{AUX_IDS} {top} and eagle_config's {inner} name different states: the first counts hidden_states, the "
             "second layer outputs, one less"
         )
-    states = top if top is not None else [each + 1 for each in inner] if inner else [2, layers // 2, layers - 3]
+    states = top if top is not None else [each + 1 for each in inner] if inner else published_states(layers)
     if states != sorted(set(states)) or states[0] < 0 or states[-1] >= layers:
         raise Contradiction(f"captured states {states} must ascend within 0 to {layers - 1}, the target's layers")
     return tuple(states)
 
 
-class _Reader:
-    """Typed access to a foreign config; nulls count as absent."""
-
-    def __init__(self, config: Mapping[str, Any]):
-        self.config = config
-
-    def whole(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if type(value) is not int or not 1 <= value <= 2**31 - 1:
-            raise Contradiction(f"{key} is {short(value)}, not a whole number above 0")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self._get(key, default)
-        if type(value) not in (int, float) or not 0 < value < 1e30:
-            raise Contradiction(f"{key} is {short(value)}, not a number above 0")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self._get(key, False)
-        if type(value) is not bool:
-            raise Contradiction(f"{key} is {short(value)}, neither true nor false")
-        return value
-
-    def activation(self) -> str:
-        value = self._get("hidden_act", "silu")
-        if not isinstance(value, str) or value not in ACT2FN:
-            raise Contradiction(f"hidden_act is {short(value)}, not the name of an activation")
-        return value
-
-    def rope(self, positions: int) -> dict[str, Any]:
-        """In transformers 5's spelling. Published EAGLE configs without a base mean 10000.
-
-        Args:
-            positions: the drafter's max_position_embeddings.
-        """
-        given = self._get("rope_parameters", None)
-        scaling = self._get("rope_scaling", {})
-        for key, value in (("rope_parameters", given), ("rope_scaling", scaling)):
-            if value is not None and not isinstance(value, dict):
-                raise Contradiction(f"{key} is {short(value)}, not an object")
-        theta = self._get("rope_theta", None)
-        if given is not None and theta is not None and given.get("rope_theta", theta) != theta:
-            raise Contradiction(
-                f"rope_theta is {short(theta)}, rope_parameters says {short(given['rope_theta'])}; which base was it "
-                "trained with?"
-            )
-        if given is not None and scaling and scaling_of(given) != scaling_of(scaling):
-            raise Contradiction(
-                f"rope_scaling is {short(scaling)}, rope_parameters says {short(given)}; which was it trained with?"
-            )
-        rope = dict(given if given is not None else scaling or {})
-        rope.setdefault("rope_type", rope.pop("type", "default"))
-        rope.setdefault("rope_theta", self.number("rope_theta", 10000.0))
-        try:
-            return checked_rotation(rope, positions)
-        except ValueError as error:
-            raise Contradiction(f"rotary embedding: {error}") from None
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self.config.get(key)
-        return default if value is None else value
+def published_states(layers: int) -> list[int]:
+    """The states that EAGLE-3's authors capture of a target with so many layers, in `hidden_states` numbering."""
+    return [2, layers // 2, layers - 3]
 
 
 def scaling_of(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """Writes a drafter as a folder that an engine serves, and proves it before the folder gets its name.
 
-checkpoint --config_of, tensors--> <out>.partial --follow the engine's loader, read back, compare logits--> <out>
+checkpoint --write_folder--> <out>.partial --follow the engine's loader, read back, compare logits--> <out>
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +71,13 @@ def able_engines(source: Source) -> list[ServingEngine]:
     return [engine for engine in ENGINES.values() if not engine.reasons(source.shape, source.target)]
 
 
+def readers(source: Source, engine: ServingEngine) -> list[ServingEngine]:
+    """The engines that serve what is exported to `engine`, which comes first: those that know it by the same name."""
+    kind = type(source.shape)
+    others = [each for each in able_engines(source) if each.architectures[kind] == engine.architectures[kind]]
+    return [engine, *(other for other in others if other is not engine)]
+
+
 def check_engine(source: Source, engine: ServingEngine) -> None:
     """Raises UserError with every reason why the engine cannot serve the drafter, and who can."""
     reasons = engine.reasons(source.shape, source.target)
@@ -107,7 +113,7 @@ def check_export(recipe: Recipe) -> None:
         source, engine = source_to_train(recipe), ENGINES[recipe.export.to]
         check_engine(source, engine)
         check_out(recipe.export_dir(engine.name), source.directory)
-        if engine.name == "llama.cpp":
+        if engine.format == "gguf":
             gguf_file.package()
     except UserError as error:
         raise UserError([f"export.to: {problem}" for problem in error.problems]) from None
@@ -118,27 +124,26 @@ def export(
     engine: ServingEngine,
     out: Path,
     dtype: torch.dtype | None,
-    beside: Callable[[list[ServingEngine]], Mapping[str, str | bytes]],
+    beside: Mapping[str, str | bytes],
     target_gguf: Path | None = None,
-) -> list[ServingEngine]:
-    """Writes the folder and returns all engines that it serves, `engine` first.
+) -> None:
+    """Writes the folder.
 
     Args:
         dtype: of the weights; None: as trained.
-        beside: further files by name, for the engines that the folder serves.
+        beside: further files by name.
         target_gguf: the target as llama.cpp serves it; its tokenizer goes into the drafter's file.
 
     Raises:
         UserError: the engine cannot serve the drafter, or would read the folder otherwise than it is meant.
     """
     check_engine(source, engine)
-    able, written_one = able_engines(source), unscaled(source)
+    source = unscaled(source)
     with atomic_folder(out, FILES) as unfinished:
-        write_folder(written_one, engine, unfinished, dtype, target_gguf)
-        serves = [each for each in prove(written_one, engine, unfinished, dtype) if each in able]
-        for name, content in beside(serves).items():
+        write_folder(source, engine, unfinished, dtype, target_gguf)
+        prove(source, engine, unfinished, dtype)
+        for name, content in beside.items():
             (unfinished / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    return serves
 
 
 def unscaled(source: Source) -> Source:
@@ -164,14 +169,11 @@ def write_folder(
     source: Source, engine: ServingEngine, folder: Path, dtype: torch.dtype | None, target_gguf: Path | None = None
 ) -> None:
     """config.json and model.safetensors, or drafter.gguf, in the engine's spelling."""
-    tensors = {
-        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        for name, tensor in engine_tensors(source, engine).items()
-    }
-    if engine.name == "llama.cpp":
+    tensors = {name: _as(dtype, tensor) for name, tensor in engine_tensors(source, engine).items()}
+    if engine.format == "gguf":
         return gguf_file.write_gguf(folder / gguf_file.NAME, source.shape, source.vocab, tensors, target_gguf)
     stored = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-    if engine.name == "speculators":
+    if engine.format == "speculators":
         assert isinstance(source.shape, Eagle3Config)
         architectures = source.target.get("layout", {}).get("architectures", [])
         config = speculators.speculators_config(source.shape, stored, source.target["model"], architectures)
@@ -191,20 +193,23 @@ def target_embeddings(target: Mapping[str, Any]) -> torch.Tensor:
     Raises:
         UserError: the target is not there, or its table is not the one that the drafter was trained with.
     """
-    name, revision, directory = target["model"], target.get("revision"), Path(target["model"])
+    model, revision = target["model"], target.get("revision")
     wanted = target.get("layout", {}).get("embeddings", "model.embed_tokens.weight")
+    check_model(model, revision)
     try:
-        if directory.is_dir():
-            folder = read_folder(directory)
-            table = folder.tensor(_stored_name(wanted, folder.tensors))
-        else:
-            check_model(name, revision)
-            with safe_open(_file_on_hub(name, revision, wanted), framework="pt") as file:
-                table = file.get_tensor(_stored_name(wanted, file.keys()))
-    except (KeyError, OSError, SafetensorError) as error:
-        raise UserError(f"{name}: its checkpoint has no readable {wanted}: {error}") from None
+        index = _target_file(model, revision, INDEX)
+        places = {} if index is None else parse_json(index.read_bytes())["weight_map"]
+        file = _target_file(model, revision, places.get(_stored_name(wanted, places), SINGLE))
+        if file is None:
+            raise OSError("no file of weights")
+        with safe_open(file, framework="pt") as weights:
+            table = weights.get_tensor(_stored_name(wanted, weights.keys()))
+    except (KeyError, OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{model}: its checkpoint has no readable {wanted}: {error}") from None
     if tensor_digest(table) != target["embedding_digest"]:
-        raise UserError(f"{name}: {wanted} is not the table that the drafter was trained with; was the target changed?")
+        raise UserError(
+            f"{model}: {wanted} is not the table that the drafter was trained with; was the target changed?"
+        )
     return table
 
 
@@ -214,18 +219,17 @@ def _stored_name(wanted: str, names: Iterable[str]) -> str:
     return alike[0] if len(alike) == 1 else wanted
 
 
-def _file_on_hub(name: str, revision: str | None, wanted: str) -> str:
-    """The one file of a repository that holds a tensor, downloaded."""
+def _target_file(model: str, revision: str | None, name: str) -> Path | None:
+    """A file of a folder or of a Hub repository, which is then downloaded; None: there is none of this name."""
+    if Path(model).is_dir():
+        return Path(model, name) if Path(model, name).exists() else None
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        index = Path(hf_hub_download(name, INDEX, revision=revision))
-        places = parse_json(index.read_bytes())["weight_map"]
-        shard = places[_stored_name(wanted, places)]
+        return Path(hf_hub_download(model, name, revision=revision))
     except EntryNotFoundError:
-        shard = SINGLE
-    return hf_hub_download(name, shard, revision=revision)
+        return None
 
 
 def engine_tensors(source: Source, engine: ServingEngine) -> dict[str, torch.Tensor]:
@@ -250,34 +254,19 @@ def engine_tensors(source: Source, engine: ServingEngine) -> dict[str, torch.Ten
     return tensors
 
 
-def prove(source: Source, engine: ServingEngine, folder: Path, dtype: torch.dtype | None) -> list[ServingEngine]:
-    """Follows every engine's loader over the folder, reads it back and compares log-probabilities along a chain.
-
-    Returns:
-        the engines that serve the drafter from this folder, `engine` first.
+def prove(source: Source, engine: ServingEngine, folder: Path, dtype: torch.dtype | None) -> None:
+    """Follows the engine's loader over the folder, reads it back and compares log-probabilities along a chain.
 
     Raises:
-        UserError: `engine` is not among them, or the folder reads back as another drafter.
+        UserError: the engine would read another drafter, or the folder reads back as one.
     """
-    if engine.name == "llama.cpp":
-        file = folder / gguf_file.NAME
-        config, tensors = gguf_file.gguf_layout(file)
-        read_back = partial(gguf_file.read_back, file, source.shape)
-    else:
-        found = read_folder(folder)
-        config, tensors = found.config, found.tensors
-        read_back = partial(read_foreign, found, facts(source))
-    wrong = problems(engine, config, tensors, source.shape, source.target)
-    if wrong:
-        raise UserError([f"{folder}: {engine.title} would not serve this drafter: {each}" for each in wrong])
-    if difference := differs(source, read_back(), dtype):
+    is_gguf = engine.format == "gguf"
+    found = gguf_file.read_gguf(folder / gguf_file.NAME) if is_gguf else read_folder(folder)
+    if wrong := problems(engine, found, source.shape):
+        raise UserError([f"{folder}: {engine.title} would read another drafter: {each}" for each in wrong])
+    back = gguf_file.read_back(found, source.shape) if is_gguf else read_foreign(found, facts(source))
+    if difference := differs(source, back, dtype):
         raise UserError(f"{folder}: reads back as another drafter ({difference}); please report this as a defect")
-    others = [
-        other
-        for other in able_engines(source)
-        if other is not engine and not problems(other, config, tensors, source.shape, source.target)
-    ]
-    return [engine, *others]
 
 
 def facts(source: Source) -> TargetShape:
@@ -287,25 +276,27 @@ def facts(source: Source) -> TargetShape:
 
 def differs(source: Source, back: Foreign, dtype: torch.dtype | None) -> str | None:
     """How a folder that was read back differs from its source; None: every bit of its logits is the same."""
+    theirs = back.shape.to_dict()
     for key, value in source.shape.to_dict().items():
-        if back.shape.to_dict()[key] != value and key != "fc_bias":
-            return f"{key} {back.shape.to_dict()[key]}, not {value}"
+        if theirs[key] != value and key != "fc_bias":
+            return f"{key} {theirs[key]}, not {value}"
     if not back.vocab.same_as(source.vocab):
         return "another draft vocabulary"
-    rounded = {
-        name: tensor.to(dtype or tensor.dtype).float() if tensor.is_floating_point() else tensor
-        for name, tensor in source.tensors.items()
-    }
+    rounded = _in_float32({name: _as(dtype, tensor) for name, tensor in source.tensors.items()})
     table = rounded.pop(EMBEDDINGS, None)
     if table is not None and not (back.embeddings is not None and torch.equal(table, back.embeddings.float())):
         return "another table of embeddings"
     before = Foreign(source.shape, source.vocab, rounded, None)
-    after = replace(
-        back,
-        tensors={
-            name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in back.tensors.items()
-        },
-    )
+    after = replace(back, tensors=_in_float32(back.tensors))
     head = probe_head(source.shape)
     one, other = (probe_log_probs(each.drafter(head)) for each in (before, after))
     return None if torch.equal(one, other) else f"logits up to {(one - other).abs().max():.2g} apart"
+
+
+def _as(dtype: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
+    """Weights in a precision; None: in their own. Integers stay."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _in_float32(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: _as(torch.float32, tensor) for name, tensor in tensors.items()}

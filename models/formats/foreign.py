@@ -18,10 +18,14 @@ from draftsmith.models.drafters import build_drafter, kind_text, tensor_shapes
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FeatureDrafting, FrozenHead
 from draftsmith.models.formats import eagle, speculators
-from draftsmith.models.formats.folder import DTYPES_OF, FLOATS, Folder
+from draftsmith.models.formats.eagle import Contradiction
+from draftsmith.models.formats.folder import Folder
 from draftsmith.models.prompt import DecoderInputs, PlacedInsert
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError, short
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+DTYPES_OF = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool,)}  # the rest are weights, in FLOATS
 
 
 @dataclass(frozen=True)
@@ -54,54 +58,19 @@ def read_foreign(folder: Folder, target: TargetShape) -> Foreign:
     """The drafter in a foreign folder.
 
     Raises:
-        UserError: everything about the folder that does not fit together or does not fit the target.
+        UserError: the folder does not fit together, or does not fit the target.
     """
-    for name, info in folder.tensors.items():
-        if info.dtype not in (kinds := DTYPES_OF.get(name, FLOATS)):
-            raise UserError(f"{folder.path}: {name} is of type {info.dtype}, not {' or '.join(kinds)}")
-    config = folder.config
     try:
+        config = folder.config
         if speculators.is_speculators(config):
             config = speculators.plain_config(config)
         shape = eagle.read_config(config, target, folder.tensors)
-    except eagle.Contradiction as error:
-        raise UserError(f"{folder.path / 'config.json'}: {error}") from None
-    if (reads := _width_read(folder, config, shape)) != target.hidden_size:
-        raise UserError(
-            f"{folder.path}: reads states of width {reads:,}, the target's are {target.hidden_size:,} wide; name the "
-            "target that it was trained for"
-        )
-    if shape.hidden_size != reads:
-        raise UserError(
-            f"{folder.path}: the drafter is {shape.hidden_size:,} wide, the target {reads:,}; only drafters as wide as "
-            "their target are known here, so leave this one to a serving engine and train one of the target's width"
-        )
-    if shape.vocab_size != target.vocab_size:
-        raise UserError(
-            f"{folder.path}: vocab_size is {shape.vocab_size:,}, the target's is {target.vocab_size:,}; name the "
-            "target that it was trained for"
-        )
-    check_sizes(folder.path, shape, {name: info.sizes for name, info in folder.tensors.items()})
-    check_rotary(folder.path, shape)
-    names = _names(folder, shape)
-    vocab, order = _vocabulary(folder, shape)
-    wanted = tensor_shapes(shape, vocab)
-    problems = [f"{name} is missing" for name in wanted.keys() - names.keys() - set(eagle.WEIGHTLESS)]
-    problems += [f"{old} has no place in {kind_text(shape)}" for new, old in names.items() if new not in wanted]
-    problems += [
-        f"{old} is {folder.tensors[old].sizes}, not {wanted[new]}"
-        for new, old in names.items()
-        if new in wanted and folder.tensors[old].sizes != wanted[new]
-    ]
-    if problems:
-        more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
-        raise UserError([*(f"{folder.path}: {each}" for each in sorted(problems)[:5]), *more])
-    tensors = {new: folder.tensor(old) for new, old in names.items() if new not in eagle.WEIGHTLESS}
-    if order is not None:
-        tensors["lm_head.weight"] = tensors["lm_head.weight"][order].contiguous()
-    tensors |= {"d2t": vocab.d2t.clone(), "t2d": vocab.t2d.clone()}
-    embedding = next((name for name in folder.tensors if name.endswith("embed_tokens.weight")), None)
-    return Foreign(shape, vocab, tensors, None if embedding is None else folder.tensor(embedding))
+        _check_target(shape, _width_read(folder, config, shape), target)
+        check_sizes(folder.path, shape, {name: list(tensor.shape) for name, tensor in folder.tensors.items()})
+        check_rotary(folder.path, shape)
+        return _placed(folder, shape)
+    except Contradiction as error:
+        raise UserError(f"{folder.path}: {error}") from None
 
 
 def _width_read(folder: Folder, config: Mapping[str, Any], shape: DrafterConfig) -> int:
@@ -109,47 +78,80 @@ def _width_read(folder: Folder, config: Mapping[str, Any], shape: DrafterConfig)
     said, fc = config.get("target_hidden_size"), folder.tensors.get("fc.weight")
     if type(said) is int:
         return said
-    if not shape.own_head or fc is None or len(fc.sizes) != 2 or fc.sizes[1] % len(shape.capture_layers):
+    if not shape.own_head or fc is None or fc.ndim != 2 or fc.shape[1] % len(shape.capture_layers):
         return shape.hidden_size  # EAGLE-1 has the target's width; an odd fc is reported later
-    return fc.sizes[1] // len(shape.capture_layers)
+    return fc.shape[1] // len(shape.capture_layers)
 
 
-def _names(folder: Folder, shape: DrafterConfig) -> dict[str, str]:
-    """Our name -> name in the folder."""
-    names: dict[str, str] = {}
+def _check_target(shape: DrafterConfig, reads: int, target: TargetShape) -> None:
+    if reads != target.hidden_size:
+        raise Contradiction(
+            f"reads states of width {reads:,}, the target's are {target.hidden_size:,} wide; name the target that it "
+            "was trained for"
+        )
+    if shape.hidden_size != reads:
+        raise Contradiction(
+            f"the drafter is {shape.hidden_size:,} wide, the target {reads:,}; only drafters as wide as their target "
+            "are known here, so leave this one to a serving engine and train one of the target's width"
+        )
+    if shape.vocab_size != target.vocab_size:
+        raise Contradiction(
+            f"vocab_size is {shape.vocab_size:,}, the target's is {target.vocab_size:,}; name the target that it was "
+            "trained for"
+        )
+
+
+def _placed(folder: Folder, shape: DrafterConfig) -> Foreign:
+    """The tensors at their places in a drafter of this shape, each checked."""
+    for name, tensor in folder.tensors.items():
+        if tensor.dtype not in (kinds := DTYPES_OF.get(name, FLOATS)):
+            raise Contradiction(f"{name} is of type {tensor.dtype}, not {' or '.join(map(str, kinds))}")
+    found, names = {}, {}
     for old, new in eagle.our_names(shape, folder.tensors):
-        if new.endswith("o_proj.bias") and not folder.tensor(old).any():
+        tensor = folder.tensors[old]
+        if new.endswith("o_proj.bias") and not tensor.any():
             continue  # vLLM asks for one; zeros change nothing
-        if new in names and not torch.equal(folder.tensor(names[new]), folder.tensor(old)):
-            raise UserError(f"{folder.path}: {names[new]} and {old} are two tensors for one place ({new})")
-        names[new] = old
-    return names
+        if new in found and not torch.equal(found[new], tensor):
+            raise Contradiction(f"{names[new]} and {old} are two tensors for one place ({new})")
+        found[new], names[new] = tensor, old
+    vocab, order = _vocabulary(folder.tensors, shape)
+    wanted = tensor_shapes(shape, vocab)
+    problems = [f"{name} is missing" for name in wanted.keys() - found.keys() - set(eagle.WEIGHTLESS)]
+    for new, tensor in found.items():
+        if new not in wanted:
+            problems.append(f"{names[new]} has no place in {kind_text(shape)}")
+        elif list(tensor.shape) != wanted[new]:
+            problems.append(f"{names[new]} is {list(tensor.shape)}, not {wanted[new]}")
+    if problems:
+        raise Contradiction("; ".join(sorted(problems)[:5]) + f"; and {len(problems) - 5} more" * (len(problems) > 5))
+    table = next((tensor for name, tensor in folder.tensors.items() if name.endswith("embed_tokens.weight")), None)
+    for name, tensor in {**found, **({} if table is None else {"embed_tokens.weight": table})}.items():
+        # In the precision that it is used in: a float64 may be finite, and infinite as a float32.
+        if not tensor.float().isfinite().all():
+            raise Contradiction(f"{names.get(name, name)} holds numbers that are not finite; the checkpoint is damaged")
+    if order is not None:
+        found["lm_head.weight"] = found["lm_head.weight"][order].contiguous()
+    return Foreign(shape, vocab, found | {"d2t": vocab.d2t.clone(), "t2d": vocab.t2d.clone()}, table)
 
 
-def _vocabulary(folder: Folder, shape: DrafterConfig) -> tuple[DraftVocab, torch.Tensor | None]:
+def _vocabulary(tensors: Mapping[str, torch.Tensor], shape: DrafterConfig) -> tuple[DraftVocab, torch.Tensor | None]:
     """(draft vocabulary, order in which the head's rows ascend by target id; None: they do already)."""
     size, whole = shape.draft_vocab_size, shape.vocab_size
-    if not shape.own_head or "d2t" not in folder.tensors:
+    if not shape.own_head or "d2t" not in tensors:
         if size != whole:
-            raise UserError(f"{folder.path}: draft_vocab_size is {size:,} of {whole:,}, but there is no d2t")
+            raise Contradiction(f"draft_vocab_size is {size:,} of {whole:,}, but there is no d2t")
         return DraftVocab.full(whole), None
-    d2t = folder.tensor("d2t")
+    d2t = tensors["d2t"]
     if list(d2t.shape) != [size]:
-        raise UserError(f"{folder.path}: d2t is of shape {list(d2t.shape)}, not {size:,} numbers")
-    ids = d2t.long() + torch.arange(size)
-    if int(ids.min()) < 0 or int(ids.max()) >= whole:
-        raise UserError(
-            f"{folder.path}: d2t leads to target ids {int(ids.min()):,} to {int(ids.max()):,} of a vocabulary of "
-            f"{whole:,}; it must hold offsets (target = i + d2t[i])"
-        )
-    ascending, order = ids.sort()
-    if bool((ascending[1:] == ascending[:-1]).any()):
-        raise UserError(f"{folder.path}: d2t leads two draft tokens to one target token")
-    if "t2d" in folder.tensors:
-        marked = folder.tensor("t2d").bool()
-        if list(marked.shape) != [whole] or not torch.equal(marked.nonzero().flatten(), ascending):
-            raise UserError(f"{folder.path}: t2d marks other target tokens than d2t leads to")
-    return DraftVocab(ascending, whole), None if torch.equal(order, torch.arange(size)) else order
+        raise Contradiction(f"d2t is of shape {list(d2t.shape)}, not {size:,} numbers")
+    ascending, order = (d2t.long() + torch.arange(size)).sort()
+    try:
+        vocab = DraftVocab(ascending, whole)
+    except ValueError as error:
+        raise Contradiction(f"d2t must hold offsets (target = i + d2t[i]) to different tokens; {error}") from None
+    if "t2d" in tensors and not torch.equal(tensors["t2d"], vocab.t2d):
+        raise Contradiction("t2d marks other target tokens than d2t leads to")
+    return vocab, None if torch.equal(order, torch.arange(size)) else order
 
 
 def reading_scaled(

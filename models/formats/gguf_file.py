@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from draftsmith.models.feature_drafter import DrafterConfig
-from draftsmith.models.formats.folder import TensorInfo
+from draftsmith.models.formats.folder import Folder
 from draftsmith.models.formats.foreign import Foreign
 from draftsmith.models.layers import rotary
 from draftsmith.models.vocab import DraftVocab
@@ -67,6 +67,29 @@ def package() -> Any:
     return gguf
 
 
+def metadata_of(shape: DrafterConfig) -> dict[str, Any]:
+    """What a drafter's file says of its shape, by llama.cpp's keys."""
+    said = {
+        "context_length": shape.max_position_embeddings,
+        "embedding_length": shape.hidden_size,
+        "block_count": shape.num_layers,
+        "feed_forward_length": shape.intermediate_size,
+        "attention.head_count": shape.num_attention_heads,
+        "attention.head_count_kv": shape.num_key_value_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
+        "attention.layer_norm_rms_epsilon": float(shape.rms_norm_eps),
+        "rope.dimension_count": shape.head_dim,
+        "rope.freq_base": float(shape.rope_parameters["rope_theta"]),
+        "vocab_size": shape.vocab_size,
+        "target_layers": list(shape.capture_layers),
+        "target_hidden_size": shape.hidden_size,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+    }
+    return {f"{ARCHITECTURE}.{key}": value for key, value in said.items()}
+
+
 def write_gguf(
     path: Path,
     shape: DrafterConfig,
@@ -86,22 +109,9 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, ARCHITECTURE)
     writer.add_type("model")
     writer.add_file_type(FILE_TYPES[stored])
-    writer.add_context_length(shape.max_position_embeddings)
-    writer.add_embedding_length(shape.hidden_size)
-    writer.add_block_count(shape.num_layers)
-    writer.add_feed_forward_length(shape.intermediate_size)
-    writer.add_head_count(shape.num_attention_heads)
-    writer.add_head_count_kv(shape.num_key_value_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope_parameters["rope_theta"])
-    writer.add_vocab_size(shape.vocab_size)
-    writer.add_array(f"{ARCHITECTURE}.target_layers", list(shape.capture_layers))
-    writer.add_uint32(f"{ARCHITECTURE}.target_hidden_size", shape.hidden_size)
-    writer.add_bool(f"{ARCHITECTURE}.norm_before_residual", False)
-    writer.add_bool(f"{ARCHITECTURE}.norm_before_fc", False)
+    adders = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array, bool: writer.add_bool}
+    for key, value in metadata_of(shape).items():
+        adders[type(value)](key, value)
     if target_gguf is None:
         writer.add_tokenizer_model("none")
     else:
@@ -141,27 +151,25 @@ def open_gguf(path: Path) -> Any:
         raise UserError(f"{path}: not a whole GGUF file: {error}") from None
 
 
-def gguf_layout(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    """(metadata, tensors by llama.cpp's names) of a file. `architectures` is added, as other formats have it."""
+def read_gguf(path: Path) -> Folder:
+    """A file's metadata, to which `architectures` is added, and its tensors by llama.cpp's names."""
     reader = open_gguf(path)
     config = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     config["architectures"] = [config.get("general.architecture")]
-    # GGUF counts sizes from the innermost one.
-    infos = {each.name: TensorInfo(each.shape.tolist()[::-1], each.tensor_type.name) for each in reader.tensors}
-    return config, infos
+    tensors = {each.name: torch.from_numpy(each.data.copy()) for each in reader.tensors}
+    for each in reader.tensors:
+        if each.tensor_type.name == "BF16":
+            tensors[each.name] = tensors[each.name].view(torch.bfloat16)
+    return Folder(path, config, tensors)
 
 
-def read_back(path: Path, shape: DrafterConfig) -> Foreign:
-    """The drafter in a file that `problems` found to describe `shape`.
+def read_back(file: Folder, shape: DrafterConfig) -> Foreign:
+    """The drafter in a file that `engines.problems` found to describe `shape`.
 
     Raises:
         UserError: its frequencies, or its target ids, are none of `shape`.
     """
-    reader = open_gguf(path)
-    raw = {each.name: torch.from_numpy(each.data.copy()) for each in reader.tensors}
-    raw |= {
-        each.name: raw[each.name].view(torch.bfloat16) for each in reader.tensors if each.tensor_type.name == "BF16"
-    }
+    raw = file.tensors
     tensors = {}
     for ours, name in NAMES.items():
         heads = _rotated_heads(shape, ours)
@@ -169,14 +177,14 @@ def read_back(path: Path, shape: DrafterConfig) -> Foreign:
     try:
         vocab = DraftVocab(raw["d2t"], shape.vocab_size) if "d2t" in raw else DraftVocab.full(shape.vocab_size)
     except ValueError as error:
-        raise UserError(f"{path}: d2t: {error}; please report this as a defect") from None
-    field = reader.get_field(f"{ARCHITECTURE}.rope.freq_base")
+        raise UserError(f"{file.path}: d2t: {error}; please report this as a defect") from None
     exponents = torch.arange(0, shape.head_dim, 2).double() / shape.head_dim
-    frequencies = field.contents() ** -exponents / raw.get(ROPE, torch.ones(len(exponents))).double()
+    divisors = raw.get(ROPE, torch.ones(len(exponents))).double()
+    frequencies = file.config[f"{ARCHITECTURE}.rope.freq_base"] ** -exponents / divisors
     table = rotary(shape.rope_parameters, shape.head_dim, shape.max_position_embeddings)
     if table.attention_scaling != 1 or not torch.allclose(frequencies.float(), table.inv_freq, rtol=1e-5, atol=0):
         raise UserError(
-            f"{path}: it would rotate by other frequencies than the drafter; please report this as a defect"
+            f"{file.path}: it would rotate by other frequencies than the drafter; please report this as a defect"
         )
     return Foreign(shape, vocab, tensors | {"d2t": vocab.d2t, "t2d": vocab.t2d}, None)
 

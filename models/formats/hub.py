@@ -5,14 +5,14 @@ The token is read by huggingface_hub from its own places (HF_TOKEN, `hf auth log
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.models.checkpoint import FILES as CHECKPOINT_FILES
 from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.formats.exporting import FILES as EXPORT_FILES
-from draftsmith.models.formats.folder import BIN, INDEX, SINGLE
+from draftsmith.models.formats.folder import BIN, INDEX, SINGLE, weight_files
 from draftsmith.models.formats.speculators import is_speculators
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.hub import SECONDS, first_words, go_offline, refusal, why_unread
@@ -21,7 +21,6 @@ from draftsmith.recipes.files.json_text import parse_json
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, ModelInfo
 
-TOLD_BYTES = 100 << 20  # a download above this is announced
 MOST_BYTES = 32 << 30  # a drafter for a 405B target has some 6 GB
 
 
@@ -62,14 +61,13 @@ def push(folder: Path, repo_id: str, private: bool, revision: str | None, messag
         there = _repository(api, repo_id, private, revision)
         old = {file.rfilename for file in there.siblings or ()}
         _check_content(api, repo_id, there, old)
+        # `upload_folder` would make several commits of a long upload. With the parent named, the Hub refuses a commit
+        # on top of one that was not looked at.
         new = [name for name in EXPORT_FILES if (folder / name).exists()]
-        operations = [
-            *(CommitOperationAdd(name, folder / name) for name in new),
-            *(CommitOperationDelete(name) for name in EXPORT_FILES if name in old and name not in new),
-        ]
-        # With the parent named, the Hub refuses a commit on top of one that was not looked at.
+        added = [CommitOperationAdd(name, folder / name) for name in new]
+        gone = [CommitOperationDelete(name) for name in EXPORT_FILES if name in old and name not in new]
         made = api.create_commit(
-            repo_id, operations, commit_message=message, revision=revision, parent_commit=there.sha
+            repo_id, [*added, *gone], commit_message=message, revision=revision, parent_commit=there.sha
         )
     except UserError as error:
         raise UserError([*error.problems, f"{folder} is complete and was not uploaded"]) from None
@@ -84,24 +82,16 @@ def push(folder: Path, repo_id: str, private: bool, revision: str | None, messag
 
 def _repository(api: "HfApi", repo_id: str, private: bool, revision: str | None) -> "ModelInfo":
     """The repository at the branch, both made where they do not exist."""
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-
-    try:
-        there = api.model_info(repo_id)
-    except RepositoryNotFoundError:
-        api.create_repo(repo_id, private=private)
-        there = api.model_info(repo_id)
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    there = api.model_info(repo_id)
     if private and not there.private:
         raise UserError(f"{repo_id}: this repository is public; pass --public to upload to it")
     if not private and there.private:
         print(f"note: {repo_id} is private and stays so; its settings on the Hub change that", file=sys.stderr)
     if revision is None:
         return there
-    try:
-        return api.model_info(repo_id, revision=revision)
-    except RevisionNotFoundError:
-        api.create_branch(repo_id, branch=revision)
-        return api.model_info(repo_id, revision=revision)
+    api.create_branch(repo_id, branch=revision, exist_ok=True)
+    return api.model_info(repo_id, revision=revision)
 
 
 def _check_content(api: "HfApi", repo_id: str, there: "ModelInfo", names: set[str]) -> None:
@@ -164,15 +154,13 @@ def fetch_drafter(repo_id: str, revision: str | None = None, allow_bin: bool = F
         return there
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     wanted = _drafter_files(sizes, allow_bin)
-    if "config.json" not in wanted or not any(name == BIN or name.endswith(".safetensors") for name in wanted):
+    if "config.json" not in wanted or not {SINGLE, INDEX, BIN}.intersection(wanted):
         bin_only = BIN in sizes and not allow_bin
         pickle = f" (its weights are in {BIN}, a pickle: draftsmith import-drafter --allow-bin reads it)" * bin_only
         raise UserError(f"{repo_id}: this repository of the Hub has no config.json with safetensors beside it{pickle}")
     total = sum(sizes[name] for name in wanted)
     if total > MOST_BYTES:
         raise UserError(f"{repo_id}: {total / 1e9:,.0f} GB, and no drafter is that large; is it a target?")
-    if total > TOLD_BYTES and cached(repo_id, info.sha) is None:
-        print(f"{repo_id}: {total / 1e9:.1f} GB to download from the Hugging Face Hub", file=sys.stderr, flush=True)
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=wanted))
     except RepositoryNotFoundError as error:  # gated: the list of its files may be read, they may not
@@ -182,23 +170,22 @@ def fetch_drafter(repo_id: str, revision: str | None = None, allow_bin: bool = F
         raise UserError(f"{repo_id}: the download broke off: {why}; try again, which continues it") from error
 
 
-def _drafter_files(sizes: Mapping[str, int], allow_bin: bool) -> list[str]:
+def _drafter_files(names: Collection[str], allow_bin: bool) -> list[str]:
     """Files of the repository that a drafter needs. Other folders and other names are never downloaded."""
-    plain = [name for name in sizes if re.fullmatch(r"[A-Za-z0-9][\w.-]*", name)]
-    weights = [SINGLE] if SINGLE in plain else [name for name in plain if name.endswith(".safetensors")]
-    if not weights and allow_bin:
-        weights = [BIN]
-    return [name for name in plain if name in (*CHECKPOINT_FILES, *([INDEX] if SINGLE not in sizes else []), *weights)]
+    plain = [name for name in names if re.fullmatch(r"[A-Za-z0-9][\w.-]*", name)]
+    weights = [SINGLE] if SINGLE in plain else [name for name in plain if name.endswith((".safetensors", INDEX))]
+    if INDEX not in weights and SINGLE not in weights:
+        weights = [BIN] if allow_bin else []
+    return [name for name in plain if name in (*CHECKPOINT_FILES, *weights)]
 
 
 def cached(repo_id: str, revision: str | None) -> Path | None:
-    """The cache's folder of the repository; None: it has no config or no weights of it."""
+    """The cache's folder of the repository; None: it has no config, or not all of its weights."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(repo_id, revision=revision, local_files_only=True, allow_patterns="config.json")
-    except LocalEntryNotFoundError:
+        found = Path(snapshot_download(repo_id, revision=revision, local_files_only=True, allow_patterns="config.json"))
+        return found if weight_files(found) or (found / BIN).exists() else None
+    except (LocalEntryNotFoundError, UserError):  # a shard is missing
         return None
-    folder = Path(found)
-    return folder if any(folder.glob("*.safetensors")) or (folder / BIN).exists() else None

@@ -8,33 +8,32 @@ from typing import Any
 
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout
-from draftsmith.models.eagle import EagleConfig
-from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats.folder import Folder
 from draftsmith.models.formats.foreign import Foreign, TargetShape, check_scale, for_target, read_foreign
 from draftsmith.models.target import Target, load_causal_lm, planned_embedding_scale
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.loader import dump_recipe
-from draftsmith.recipes.schema import Recipe, TargetSection
+from draftsmith.recipes.schema import DrafterSection, Recipe, TargetSection
 
 
 def is_ours(directory: Path) -> bool:
     """Whether a folder holds a drafter in our own format."""
-    try:
-        config = parse_json((directory / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and {"drafter", "target"} <= config.keys()
+    return {"drafter", "target"} <= _config_of(directory).keys()
 
 
 def is_foreign(directory: Path) -> bool:
     """Whether a folder holds a model in a format other than ours, to judge by its config.json."""
+    return "architectures" in _config_of(directory) and not is_ours(directory)
+
+
+def _config_of(directory: Path) -> dict[str, Any]:
+    """A folder's config.json; empty where there is none, or none that can be read."""
     try:
         config = parse_json((directory / "config.json").read_bytes())
     except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and "architectures" in config and not is_ours(directory)
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def read_for(folder: Folder, section: TargetSection) -> Foreign:
@@ -70,19 +69,10 @@ def import_drafter(folder: Folder, section: TargetSection, out: Path) -> Drafter
 
 def drafter_keys(shape: DrafterConfig) -> dict[str, Any]:
     """The recipe's `drafter` section that trains a drafter of this shape."""
-    keys: dict[str, Any] = {
-        "kind": shape.kind,
-        "num_layers": shape.num_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "intermediate_size": shape.intermediate_size,
-        "attention_bias": shape.attention_bias,
-    }
-    if isinstance(shape, Eagle3Config):
-        keys |= {"capture_layers": list(shape.capture_layers), "fc_norm": shape.fc_norm}
-        keys |= {"norm_output": shape.norm_output}
-        if shape.draft_vocab_size != shape.vocab_size:
-            keys["vocab_size"] = shape.draft_vocab_size
-    if isinstance(shape, EagleConfig):
-        keys["fc_bias"] = shape.fc_bias
+    keys = {name: value for name, value in shape.to_dict().items() if name in DrafterSection.model_fields}
+    keys |= {"kind": shape.kind, "vocab_size": shape.draft_vocab_size}
+    if shape.draft_vocab_size == shape.vocab_size:
+        del keys["vocab_size"]
+    if not shape.own_head:
+        del keys["capture_layers"]  # EAGLE-1 reads the last state
     return keys

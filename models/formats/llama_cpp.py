@@ -17,31 +17,11 @@ CONVERTER = "convert_hf_to_gguf.py"
 OUT_TYPES = {None: "auto", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 TARGET_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors")
 # Architectures with `t_layer_inp` in llama.cpp's src/models: those that hand a drafter their layers' inputs.
-WITH_STATES = [
-    "bailingmoe3",
-    "deepseek4",
-    "gemma3n",
-    "gemma4",
-    "gpt-oss",
-    "hunyuan-dense",
-    "hunyuan_vl",
-    "lfm2",
-    "lfm2moe",
-    "llama",
-    "mimo2",
-    "minimax-01",
-    "minimax-m2",
-    "muse-glimmer",
-    "nanbeige",
-    "nemotron_h",
-    "nemotron_h_moe",
-    "qwen3",
-    "qwen35",
-    "qwen35moe",
-    "qwen3moe",
-    "qwen3next",
-    "qwen4exp",
-]
+WITH_STATES = (
+    *("bailingmoe3", "deepseek4", "gemma3n", "gemma4", "gpt-oss", "hunyuan-dense", "hunyuan_vl", "lfm2", "lfm2moe"),
+    *("llama", "mimo2", "minimax-01", "minimax-m2", "muse-glimmer", "nanbeige", "nemotron_h", "nemotron_h_moe"),
+    *("qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "qwen4exp"),
+)
 
 
 def check_target_gguf(source: Source, checkout: Path | None, target_gguf: Path | None) -> None:
@@ -63,19 +43,18 @@ def check_target_gguf(source: Source, checkout: Path | None, target_gguf: Path |
 def check_fit(source: Source, target_gguf: Path) -> None:
     """Raises UserError if a GGUF cannot be the drafter's target. Warns where llama.cpp may not serve the pair."""
     fields = open_gguf(target_gguf).fields
-    found = {key: fields[key].contents() for key in fields if key.startswith("general.architecture")}
-    architecture = found.get("general.architecture")
+    architecture = fields["general.architecture"].contents() if "general.architecture" in fields else None
+    block_count, width = (fields.get(f"{architecture}.{key}") for key in ("block_count", "embedding_length"))
     tokens = fields.get("tokenizer.ggml.tokens")
-    wanted = {"block_count": "num_layers", "embedding_length": "hidden_size"}
-    pairs = [
-        (f"{architecture}.{key}", field.contents() if (field := fields.get(f"{architecture}.{key}")) else None, name)
-        for key, name in wanted.items()
-    ]
-    pairs.append(("number of tokens", len(tokens.data) if tokens else None, "vocab_size"))
+    found = {
+        "num_layers": block_count and block_count.contents(),
+        "hidden_size": width and width.contents(),
+        "vocab_size": tokens and len(tokens.data),
+    }
     if wrong := [
-        f"{target_gguf}: {what} is {have}, the drafter's target has {source.target[name]}"
-        for what, have, name in pairs
-        if have != source.target[name]
+        f"{target_gguf}: {key} is {have}, the drafter's target has {source.target[key]}"
+        for key, have in found.items()
+        if have != source.target[key]
     ]:
         raise UserError([*wrong, "Is it the GGUF of " + source.target["model"] + "?"])
     if architecture not in WITH_STATES:

@@ -81,16 +81,8 @@ def yet_to_import(recipe: Recipe, drafter: str | Path | None) -> bool:
 
 def with_measured_drafters(recipe: Recipe, plan: bool) -> Recipe:
     """For measuring: eval.drafter, and the drafters under eval.also. Raises UserError with all problems."""
-    problems: list[str] = []
-    found: dict[str, str | None] = {"eval.drafter": recipe.eval.drafter}
-    found |= {f"eval.also.{i}.drafter": rival.drafter for i, rival in enumerate(recipe.eval.also)}
-    for key, name in found.items():
-        if name is not None:
-            with collected(problems):
-                found[key] = _own_at(key, name, recipe, plan)
-    if problems:
-        raise UserError(problems)
-    main, *rivals = found.values()
+    names = {f"eval.also.{i}.drafter": rival.drafter for i, rival in enumerate(recipe.eval.also)}
+    main, *rivals = _own({"eval.drafter": recipe.eval.drafter, **names}, recipe, plan)
     also = [
         section.model_copy(update={"drafter": name}) for section, name in zip(recipe.eval.also, rivals, strict=True)
     ]
@@ -99,10 +91,7 @@ def with_measured_drafters(recipe: Recipe, plan: bool) -> Recipe:
 
 def with_writing_drafter(recipe: Recipe, plan: bool) -> Recipe:
     """For regeneration: data.generator.drafter. Raises UserError as `own_drafter`."""
-    name = recipe.data.generator.drafter
-    if name is None:
-        return recipe
-    found = _own_at("data.generator.drafter", name, recipe, plan)
+    [found] = _own({"data.generator.drafter": recipe.data.generator.drafter}, recipe, plan)
     generator = recipe.data.generator.model_copy(update={"drafter": found})
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"generator": generator})})
 
@@ -113,10 +102,10 @@ def with_start(recipe: Recipe, plan: bool) -> Recipe:
     Raises:
         UserError: as `own_drafter`; or drafter.vocab_size is another size than that of the drafter's vocabulary.
     """
-    name, section = recipe.drafter.init_from, recipe.drafter
-    if name is None:
+    section = recipe.drafter
+    [start] = _own({"drafter.init_from": section.init_from}, recipe, plan)
+    if start is None:
         return recipe
-    start = _own_at("drafter.init_from", name, recipe, plan)
     changed: dict[str, str | int] = {"init_from": start}
     try:
         shape = read_drafter_config(Path(start))[0]
@@ -127,15 +116,19 @@ def with_start(recipe: Recipe, plan: bool) -> Recipe:
             changed["vocab_size"] = shape.draft_vocab_size
         elif section.vocab_size not in (None, shape.draft_vocab_size):
             raise UserError(
-                f"drafter.vocab_size: {section.vocab_size:,}, but drafter.init_from ({name}) brings its draft "
-                f"vocabulary of {shape.draft_vocab_size:,} tokens with it: leave vocab_size out"
+                f"drafter.vocab_size: {section.vocab_size:,}, but drafter.init_from ({section.init_from}) brings its "
+                f"draft vocabulary of {shape.draft_vocab_size:,} tokens with it: leave vocab_size out"
             )
     return recipe.model_copy(update={"drafter": section.model_copy(update=changed)})
 
 
-def _own_at(key: str, name: str, recipe: Recipe, plan: bool) -> str:
-    """`own_drafter` for the name at a key of the recipe, which problems then begin with."""
-    try:
-        return own_drafter(name, recipe, plan)
-    except UserError as error:
-        raise UserError([f"{key}: {problem}" for problem in error.problems]) from None
+def _own(names: dict[str, str | None], recipe: Recipe, plan: bool) -> list[str | None]:
+    """`own_drafter` for the names at these keys. Raises UserError with all problems, each with its key in front."""
+    problems: list[str] = []
+    found: list[str | None] = []
+    for key, name in names.items():
+        with collected(problems, f"{key}: "):
+            found.append(name and own_drafter(name, recipe, plan))
+    if problems:
+        raise UserError(problems)
+    return found
