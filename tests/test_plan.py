@@ -206,9 +206,9 @@ def micro_batch(
     return lambda: loss().backward()
 
 
-def cost_of(section: TrainSection, shape: Eagle3Config, *sizes: int) -> dict[str, int]:
-    """The dry run's bytes for rows, tokens and columns in these numbers."""
-    return dry_run(section, shape, None, torch.float32, *sizes).peak_bytes
+def cost_of(section: TrainSection, shape: Eagle3Config, rows: int, tokens: int, columns: int) -> dict[str, int]:
+    """The dry run's bytes."""
+    return dry_run(section, shape, None, torch.float32, rows, tokens, columns).peak_bytes
 
 
 @pytest.mark.parametrize(
