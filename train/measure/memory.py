@@ -96,12 +96,12 @@ def planned_memory(run: PlannedRun) -> dict[str, float]:
     """
     section, shape, size, on_cpu = run.recipe.train, run.shape, run.size, run.device.is_cpu
     whole, zero = 4 * run.parameters, section.zero_stage
-    weights, moments, gradients, gathered = whole, 2 * whole, whole, 0
+    weights, adamw, gradients, gathered = whole, 2 * whole, whole, 0
     buckets = whole if run.processes > 1 else 0
     if zero:
         piece = -(-whole // run.processes)
         updated = 0 if section.offload_optimizer and not on_cpu else piece
-        weights, moments = (piece if zero == 3 else whole) + updated, 2 * updated
+        weights, adamw = (piece if zero == 3 else whole) + updated, 2 * updated
         gradients, gathered = whole if zero == 1 else piece, whole if zero == 3 else 0
         buckets = 2 * min(whole, 4 * BUCKET)
 
@@ -110,14 +110,14 @@ def planned_memory(run: PlannedRun) -> dict[str, float]:
     unroll = dry_run(section, shape, run.target_config, size.dtype, *sizes).peak_bytes
     target_pass = target_forward_bytes(run.target_config, size, rows, tokens, len(shape.capture_layers))
     kept = gradients * (section.gradient_accumulation_steps > 1) + buckets
-    moments_of_a_step: list[dict[str, float]] = [
+    moments: list[dict[str, float]] = [
         {TARGET_PASS: 0 if run.reads_states else target_pass, WEIGHT_SHAPED: kept},
         {**unroll, WEIGHT_SHAPED: unroll.get(WEIGHT_SHAPED, 0) + kept + gathered},
-        {UPDATE: gradients + (0 if on_cpu else moments // 2), WEIGHT_SHAPED: buckets},
+        {UPDATE: gradients + (0 if on_cpu else adamw // 2), WEIGHT_SHAPED: buckets},
         {REPLAY: planned_replay_bytes(run), WEIGHT_SHAPED: buckets + gathered},
     ]
-    widest = max(moments_of_a_step, key=lambda moment: sum(moment.values()))
-    always = {TARGET_WEIGHTS: size.weight_bytes, KEPT: weights + moments}
+    widest = max(moments, key=lambda moment: sum(moment.values()))
+    always = {TARGET_WEIGHTS: size.weight_bytes, KEPT: weights + adamw}
     always[PROCESS] = psutil.Process().memory_info().rss if on_cpu else CUDA_CONTEXT_BYTES
     always[RESERVE] = (CPU_RESERVE if on_cpu else GPU_RESERVE) * sum(widest.values())
     return {part: count for part, count in (always | widest).items() if count}

@@ -134,7 +134,6 @@ def _plan_steps(plan: PlanLines, run: PlannedRun, tera_flops_per_second: float |
         head = f"head of {shape.draft_vocab_size:,} tokens: {millions(shape.hidden_size * shape.draft_vocab_size)}"
     trained = f"{millions(run.parameters)} trained ({head}), {millions(run.size.parameters)} frozen in the target"
     plan.line("parameters", trained, "exact")
-    _plan_draft_vocab(plan, run)
     if not rows and section.max_steps is None:
         plan.line("steps, time", UNKNOWN)
         return
@@ -156,18 +155,6 @@ def _plan_steps(plan: PlanLines, run: PlannedRun, tera_flops_per_second: float |
         tree = run.recipe.eval.tree.policy
         text = f"{count} at every checkpoint, eval.tree {tree}: replay_tau in {run.recipe.metrics_path.name}"
         plan.line("replay", text)
-
-
-def _plan_draft_vocab(plan: PlanLines, run: PlannedRun) -> None:
-    """Adds a line if the answers hold fewer tokens than the draft vocabulary that rank-vocab will choose by them."""
-    recipe, ranked = run.recipe, run.shape.draft_vocab_size
-    if recipe.draft_vocab_path.exists() or recipe.data.ranking.sources or recipe.drafter.init_from:
-        return
-    spans = [row.input_ids[start:end] for row in (*run.rows, *run.validation_rows) for start, end in row.spans]
-    distinct = len({token for span in spans for token in span})
-    if 0 < distinct < ranked < run.shape.vocab_size:
-        text = f"{distinct:,} of {ranked:,} tokens are in the answers; rank-vocab adds the lowest other ids"
-        plan.line("draft vocab", text, "counted")
 
 
 def _time(run: PlannedRun, steps: int, tokens: int, tera_flops_per_second: float | None) -> tuple[str, str]:
