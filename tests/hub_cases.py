@@ -25,8 +25,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     `test_hub_push.test_the_environment_alone` starts a process with the variables.
     """
     with HubServer() as server:
-        server.add_user("me", TOKEN)
-        server.add_user("reader", READER, may_write=False)
+        server.users = {TOKEN: ("me", True), READER: ("reader", False)}
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

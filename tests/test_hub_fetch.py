@@ -48,7 +48,7 @@ def test_shards_and_revisions(hub: HubServer) -> None:
     repo = hub.add_repo("me/drafter", {"config.json": b"{}", "model.safetensors": b"old"})
     first = repo.commits()[-1].oid
     shards = {"model.safetensors.index.json": b"{}", "model-1-of-2.safetensors": b"1", "model-2-of-2.safetensors": b"2"}
-    hub._commit(repo, "main", "shards", {"model.safetensors": None, **shards})
+    repo.commit("shards", {"model.safetensors": None, **shards})
     assert {file.name for file in on_hub.fetch_drafter("me/drafter").iterdir()} == {"config.json", *shards}
     assert (on_hub.fetch_drafter("me/drafter", first) / "model.safetensors").read_bytes() == b"old"
 

@@ -93,7 +93,7 @@ def test_a_changed_folder_is_one_commit_of_what_changed(
     assert posted[0]["value"] == {"summary": "Measured", "description": "", "parentCommit": repo.commits()[1].oid}
     assert [each["value"]["path"] for each in posted[1:]] == ["README.md", "speculation_profile.json"]
 
-    hub._commit(repo, "main", "by hand", {"LICENSE": b"mine"})
+    repo.commit("by hand", {"LICENSE": b"mine"})
     (out / "speculation_profile.json").unlink()  # an export without a measurement: the old numbers go, too
     on_hub.push(out, "me/drafter", True, None, "Not measured")
     last = repo.commits()[-1]
@@ -103,24 +103,12 @@ def test_a_changed_folder_is_one_commit_of_what_changed(
     }
 
 
-def test_a_large_file_goes_in_parts(hub: HubServer, export: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
-    weights_bytes = 20_000
-    hub.part_bytes = weights_bytes
-    code, said = export()
-    assert code == 0, said
-    assert hub.counted("PUT", "/storage/") == -(-(tmp_path / "out/model.safetensors").stat().st_size // weights_bytes)
-    assert (
-        hub.repos["me/drafter"].commits()[-1].files["model.safetensors"]
-        == (tmp_path / "out/model.safetensors").read_bytes()
-    )
-
-
 def test_a_revision_is_a_branch_of_its_own(hub: HubServer, export: Callable[..., tuple[int, str]]) -> None:
     code, said = export("--revision", "v2/long")
     repo = hub.repos["me/drafter"]
     assert code == 0 and f"{hub.url}/me/drafter/tree/v2/long" in said
     assert len(repo.commits()) == 1 and len(repo.commits("v2/long")) == 2
-    hub._commit(repo, "main", "another model", {"config.json": json.dumps(LLAMA).encode()})
+    repo.commit("another model", {"config.json": json.dumps(LLAMA).encode()})
     code, said = export("--revision", "v2/long")
     assert code == 0 and "were there already" in said and len(repo.commits("v2/long")) == 2
 
@@ -245,7 +233,7 @@ def test_a_commit_of_somebody_else_is_not_built_upon_unseen(
     hub: HubServer, export: Callable[..., tuple[int, str]]
 ) -> None:
     repo = hub.add_repo("me/drafter", {}, private=True)
-    other = Fault("POST", "/preupload/", 0, meanwhile=lambda: hub._commit(repo, "main", "x", {"x.txt": b""}))
+    other = Fault("POST", "/preupload/", 0, meanwhile=lambda: repo.commit("x", {"x.txt": b""}))
     hub.faults.append(other)
     code, said = export()
     assert code == 2 and "somebody else (412: A commit has happened since." in said

@@ -92,7 +92,7 @@ def test_names_on_the_hub(hub: HubServer, place: Path, checkpoint: Path, capsys:
     hub.add_repo("me/ours", files(checkpoint))
     foreign = hub.add_repo("me/foreign", files(place / "foreign"))
     commit = foreign.commits()[-1].oid
-    hub._commit(foreign, "main", "another", {"config.json": b"{}"})
+    foreign.commit("another", {"config.json": b"{}"})
     name = f"me/foreign@{commit}"
     for each in ("me/ours", name):
         run_main(acceptance, "measure.yaml", f"eval.drafter={each}", "--plan")
