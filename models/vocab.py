@@ -30,7 +30,6 @@ from safetensors.torch import save
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
-from draftsmith.recipes.files.json_text import parse_json
 
 # Approximate sum of a blend's counts: exact in float64, and fine enough to tell frequencies 1e-15 apart.
 BLEND_SCALE = 1 << 53
@@ -201,66 +200,40 @@ def sort_metadata(path: Path) -> None:
 # Ranking.
 
 
-def frequent_vocab(counts: torch.Tensor, size: int, must_have: Iterable[int] = ()) -> DraftVocab:
-    """The `size` most frequent tokens; ties go to the lower id.
+def cut_vocab(
+    vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[int], key: str = "eval.tree.vocab_size"
+) -> DraftVocab:
+    """The `size` most frequent tokens of a vocabulary; ties go to the lower id.
 
-    Tokens that were never counted tie, so the lowest ids fill a vocabulary up that is larger than what was counted:
-    its size decides the drafter's shape, and a BPE tokenizer numbers its merges by frequency.
-
-    Args:
-        counts: [V] occurrences of each target token.
-        size: D, exactly.
-        must_have: target ids to include however rare they are (stop and template tokens).
-
-    Raises:
-        UserError: `size` exceeds the target's vocabulary, or has no room for `must_have`.
-    """
-    vocab_size = len(counts)
-    # Some configs name stop tokens beyond the target's embedding; neither target nor drafter ever emits those.
-    fixed = sorted(token for token in set(must_have) if 0 <= token < vocab_size)
-    if size > vocab_size:
-        raise UserError(f"drafter.vocab_size: {size} is more than the target's vocabulary of {vocab_size} tokens")
-    if size == vocab_size:
-        return DraftVocab.full(vocab_size)
-    if size < len(fixed):
-        raise UserError(f"drafter.vocab_size: {size} has no room for the {len(fixed)} stop and template tokens {fixed}")
-    inside = torch.zeros(vocab_size, dtype=torch.bool)
-    inside[fixed] = True
-    return DraftVocab(_most_frequent(counts, inside, size), vocab_size)
-
-
-def cut_vocab(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[int]) -> DraftVocab:
-    """The `size` most frequent tokens of a drafter's vocabulary, for decoding; ties go to the lower id.
-
-    Any size up to the drafter's is possible; tokens that were never counted fill it up as in `frequent_vocab`.
-    FR-Spec's script appends stop tokens to the list; here they replace the rarest tokens, and `size` is exact.
+    Tokens that were never counted tie, so the lowest ids fill up a size larger than what was counted: the size decides
+    the drafter's shape, and a BPE tokenizer numbers its merges by frequency. FR-Spec's script appends stop tokens to
+    the list; here they replace the rarest tokens, and `size` is exact.
 
     Args:
-        vocab: the drafter's vocabulary.
+        vocab: the target's whole vocabulary, or, for decoding, the drafter's.
         counts: [V] occurrences of each target token.
-        must_have: target ids of `vocab` to include however rare they are (stop tokens, `always_inside`).
+        must_have: target ids of `vocab` to include however rare they are (stop and template tokens). Others are
+            ignored: some configs name stop tokens beyond the target's embedding.
+        key: of the recipe, for messages.
 
     Raises:
-        UserError: `size` exceeds the drafter's vocabulary or has no room for `must_have`, or the counts are of another
-            vocabulary.
+        UserError: `size` exceeds the vocabulary or has no room for `must_have`, or the counts are of another one.
     """
     if len(counts) != vocab.target_vocab_size:
         raise UserError(
-            f"eval.tree.vocab_size: the token counts are of a vocabulary of {len(counts)} tokens, the drafter's target "
-            f"has {vocab.target_vocab_size}; run `draftsmith rank-vocab` for this target"
+            f"{key}: the token counts are of a vocabulary of {len(counts)} tokens, the drafter's target has "
+            f"{vocab.target_vocab_size}; run `draftsmith rank-vocab` for this target"
         )
     if size > vocab.size:
-        raise UserError(
-            f"eval.tree.vocab_size: {size} is more than the {vocab.size} tokens of the drafter's vocabulary"
-        )
+        whose = "target's" if vocab.is_full else "drafter's"
+        raise UserError(f"{key}: {size} is more than the {vocab.size} tokens of the {whose} vocabulary")
     target_ids = vocab.target_ids.cpu()
     inside = torch.isin(target_ids, torch.tensor(list(must_have), dtype=torch.int64))
     if size < int(inside.sum()):
-        raise UserError(
-            f"eval.tree.vocab_size: {size} has no room for the {int(inside.sum())} stop tokens "
-            f"{target_ids[inside].tolist()} (template tokens among them, where the token counts name some)"
-        )
-    rows = _most_frequent(counts.cpu()[target_ids], inside, size)
+        ids = target_ids[inside].tolist()
+        raise UserError(f"{key}: {size} has no room for the {len(ids)} stop and template tokens {ids}")
+    priority = counts.cpu().long()[target_ids].masked_fill(inside, torch.iinfo(torch.int64).max)
+    rows = priority.sort(descending=True, stable=True).indices[:size].sort().values
     return DraftVocab(target_ids[rows].to(vocab.target_ids.device), vocab.target_vocab_size)
 
 
@@ -314,12 +287,6 @@ def blend(parts: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
     rounded = [max(1, (2 * BLEND_SCALE * each + whole) // (2 * whole)) for each in exact]
     blended[seen] = torch.tensor(rounded, dtype=torch.int64)
     return blended
-
-
-def _most_frequent(counts: torch.Tensor, inside: torch.Tensor, size: int) -> torch.Tensor:
-    """[size] ascending indices into `counts` [n]: those marked in `inside` [n], then the largest, first of equals."""
-    priority = counts.long().masked_fill(inside, torch.iinfo(torch.int64).max)
-    return priority.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 # Token counts rank the tokens of a cut.
@@ -388,7 +355,7 @@ def save_token_counts(
 
 
 def always_inside(metadata: Mapping[str, str]) -> set[int]:
-    """Stop and template tokens, part of every cut. `metadata`: from `load_token_counts`, which checks it."""
+    """Stop and template tokens, part of every cut. `metadata`: from `load_token_counts`."""
     return {*json.loads(metadata["stop_ids"]), *json.loads(metadata.get("template_ids", "[]"))}
 
 
@@ -411,30 +378,12 @@ def load_token_counts(path: str | Path) -> tuple[torch.Tensor, dict[str, str]]:
             f"{path}: its metadata has no {' and no '.join(sorted(lacks))}; write it with `draftsmith rank-vocab` or "
             "models.vocab.save_token_counts"
         )
-    if wrong := _problem_in_counts(counts, metadata):
-        raise UserError(f"{path}: {wrong}; run `draftsmith rank-vocab` again")
+    if counts.dtype != torch.int64 or counts.dim() != 1 or not counts.numel() or counts.min() < 0 or not counts.any():
+        raise UserError(
+            f"{path}: not an int64 vector of how often each token was seen ({counts.dtype} of shape "
+            f"{tuple(counts.shape)}, or values below 0, or zeros alone); run `draftsmith rank-vocab` again"
+        )
     return counts, metadata
-
-
-def _problem_in_counts(counts: torch.Tensor, metadata: Mapping[str, str]) -> str | None:
-    if counts.dtype != torch.int64 or counts.dim() != 1 or len(counts) == 0:
-        return f"counts must be a non-empty int64 vector, not {counts.dtype} of shape {tuple(counts.shape)}"
-    if int(counts.min()) < 0:
-        token = int((counts < 0).nonzero()[0])
-        return f"token {token} was seen {int(counts[token])} times"
-    total = int(counts.sum())
-    if metadata["counted_tokens"] != str(total):
-        return f"its counts add up to {total}, its metadata says counted_tokens {metadata['counted_tokens']}"
-    if total == 0:
-        return "no token was counted"
-    for key in ("stop_ids", "template_ids"):
-        try:
-            ids = parse_json(metadata.get(key, "[]"))
-        except ValueError:
-            ids = None
-        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            return f"{key} must be a JSON list of token ids, not {metadata[key]}"
-    return None
 
 
 def cut_by_file(path: Path, fingerprint: str, vocab: DraftVocab, size: int, stops: Iterable[int]) -> DraftVocab:

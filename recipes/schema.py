@@ -258,8 +258,8 @@ class GeneratorSection(Section):
 
 class RankingSource(Section):
     source: str
-    """Texts to count tokens in: `answers` (the target's own, in data.conversations), files by path or pattern (.jsonl,
-    .parquet, all others as text; also .gz), or a dataset as `hf:org/name[:config]:split`."""
+    """Texts to count tokens in: `answers` (the target's own, in data.conversations), files by path, pattern or folder
+    (.jsonl, .json, .parquet, all others as text; also .gz), or a dataset as `hf:org/name[:config]:split`."""
     weight: Positive = 1.0
     """The source's share of the blend, independent of its size: relative frequencies are added by weight."""
     text_field: str = "text"
@@ -273,16 +273,14 @@ class RankingSection(Section):
 
     sources: list[RankingSource] = []
     """Empty: the target's own answers."""
-    workers: Size | None = None
-    """Processes that tokenise texts. Default: one per core."""
 
 
 class SamCorpusSection(Section):
     """The corpus of SAM-Decoding that data_gen/build_sam.py sorts."""
 
     sources: str | list[str] = "answers"
-    """Text files, .jsonl and .parquet files (`*` in a path works), Hub datasets (hf:org/name:split), and `answers`, the
-    target's own in data.conversations. Only the assistant turns of conversations are taken."""
+    """Files as in data.ranking.sources, Hub datasets (hf:org/name:split), and `answers`, the target's own in
+    data.conversations. Only the assistant turns of conversations are taken."""
     text_field: str = "text"
     """Column that holds a record's text, unless the record is a conversation."""
     max_documents: Count | None = None

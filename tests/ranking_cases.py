@@ -15,6 +15,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen import rank_vocab
+from draftsmith.data_gen.corpus import counts as corpus_counts
 from draftsmith.data_gen.corpus import reader as corpus_reader
 from draftsmith.models.vocab import CorpusCounts, load_tensors
 
@@ -71,11 +72,11 @@ Script = Callable[..., str]
 @pytest.fixture
 def rank_by(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Script:
     """Calls rank_vocab with the sources that it is given, in this process; returns what it prints."""
-    monkeypatch.setattr(corpus_reader, "CHUNK_CHARACTERS", 600)
-    monkeypatch.setattr(corpus_reader, "PIECE_BYTES", 200)
+    monkeypatch.setattr(corpus_counts, "BATCH_CHARACTERS", 600)
+    monkeypatch.setattr(corpus_reader, "PIECE_CHARACTERS", 200)
 
     def call(sources: list[dict[str, Any]], *arguments: str) -> str:
-        ranking = f"data.ranking={json.dumps({'sources': sources, 'workers': 1})}"
+        ranking = f"data.ranking={json.dumps({'sources': sources})}"
         monkeypatch.setattr(sys, "argv", ["rank_vocab.py", str(place / "recipe.yaml"), ranking, *arguments])
         rank_vocab.main()
         return capsys.readouterr().out

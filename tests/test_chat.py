@@ -23,7 +23,7 @@ from draftsmith.models.chat import (
     tokenizer_fingerprint,
 )
 from draftsmith.models.target import Target, load_causal_lm
-from draftsmith.models.vocab import frequent_vocab
+from draftsmith.models.vocab import DraftVocab, cut_vocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
@@ -294,7 +294,7 @@ def test_an_embedding_padded_beyond_the_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="token 383 is outside the target's vocabulary of 383"):
         count_supervised(rows, 383)
     counts = count_supervised(rows, 384)
-    vocab = frequent_vocab(counts, 3, (4,))
+    vocab = cut_vocab(DraftVocab.full(len(counts)), counts, 3, (4,))
     assert vocab.target_ids.tolist() == [4, 350, 383]
 
 

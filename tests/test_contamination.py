@@ -38,7 +38,7 @@ def asks(*texts: Any, name: str = "t", benchmark: str = "b") -> Conversation:
 def find(evaluation: list[Conversation], *texts: Any) -> tuple[str, str, float] | None:
     """(evaluation id, reason, share) of what a conversation with these user turns is found to ask."""
     finding = EvaluationIndex(evaluation).find(asks(*texts))
-    return None if finding is None else (finding.turn.id, finding.reason, finding.share)
+    return None if finding is None else (finding["evaluation_id"], finding["reason"], finding["share"])
 
 
 # What is found.
@@ -63,7 +63,7 @@ def test_equal_questions_whatever_case_spacing_and_signs(text: Any) -> None:
 def test_casefold_and_unspaced_scripts() -> None:
     assert find([asks("Straße und Ärger", name="e")], "STRASSE UND A\u0308RGER!") == ("e", "exact", 1.0)
     text = "".join(chr(0x4E00 + i) for i in range(40))
-    assert find([asks(text, name="e")], f"請問:{text[:30]}。") == ("e", "overlap", 18 / 28)
+    assert find([asks(text, name="e")], f"請問:{text[:30]}。") == ("e", "overlap", 0.643)  # 18 of 28
     assert find([asks("∫∑?", name="e")], "∫∑ ?") == ("e", "exact", 1.0)
     assert find([asks("∫∑?", name="e")], "!?!") is None
 
@@ -88,7 +88,7 @@ def test_overlap_is_the_share_of_runs(kept: int) -> None:
     asked = words(40, seed=1)
     seen = [*words(9, seed=2), *asked[:kept], *words(30, seed=3)]
     share = slow_share(asked, seen)
-    expected = ("e", "overlap", share) if share >= 0.5 else None
+    expected = ("e", "overlap", round(share, 3)) if share >= 0.5 else None
     assert find([asks(" ".join(asked), name="e")], ", ".join(seen).upper()) == expected
     assert (expected is not None) == (kept >= 26)  # 14 of the 28 runs
 
@@ -113,9 +113,9 @@ def test_a_form_of_words_that_many_evaluation_turns_share_is_no_question() -> No
     assert find(evaluation, " ".join([*form, *words(15, seed=11)])) == ("e1", "exact", 1.0)
     assert find(evaluation, " ".join([*form, *words(15, seed=11), "x"])) == ("e1", "overlap", 1.0)
     # Of two turns the runs still count, and the same question twice is one question.
-    assert find(evaluation[:2], " ".join([*form, *words(15, seed=99)])) == ("e0", "overlap", 28 / 43)
+    assert find(evaluation[:2], " ".join([*form, *words(15, seed=99)])) == ("e0", "overlap", 0.651)
     again = [*evaluation[:1], *(asks(*(m["content"] for m in evaluation[0].messages), name=f"copy{n}") for n in "ab")]
-    assert find(again, " ".join([*form, "x"])) == ("e0", "overlap", 28 / 43)
+    assert find(again, " ".join([*form, "x"])) == ("e0", "overlap", 0.651)
 
 
 def test_short_later_turns_say_nothing() -> None:
@@ -267,7 +267,7 @@ def test_evaluation_prompts_that_cannot_be_read(
     assert "2 of 6 training conversations" in printed
     assert len(screen(recipe("list", sources[:1]), conversations, Rejects())) == 6
     printed = capsys.readouterr().out
-    assert "nothing was compared" in printed and "none ask" not in printed
+    assert "0 of 6 training conversations ask what 0 evaluation conversations ask\n" in printed
     removing = recipe("remove", sources)
     for check in (
         lambda: screen(removing, conversations, Rejects()),

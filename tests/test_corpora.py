@@ -1,33 +1,31 @@
-"""Corpora of a ranking: how files and datasets are read, what is counted, what is rejected."""
+"""Corpora of a ranking: how files and datasets are read, what is counted, what is rejected, what is kept."""
 
-import datetime
-import decimal
 import gzip
 import json
 import random
-import re
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import yaml
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.corpus import counts as corpus_counts
 from draftsmith.data_gen.corpus import reader as corpus_reader
-from draftsmith.data_gen.corpus.counts import TextCounter
-from draftsmith.data_gen.corpus.reader import corpus_of
+from draftsmith.data_gen.corpus.counts import Tokeniser, counts_path
+from draftsmith.data_gen.corpus.reader import files_of, items
 from draftsmith.data_gen.rows.training_rows import turns_of_messages
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import RankingSource
 from tests.conftest import VOCAB_SIZE, make_tokenizer
 from tests.ranking_cases import (
-    WORDS,
     Script,
     as_counter,
     counted,
@@ -58,7 +56,10 @@ def test_every_form_of_file_counts_the_same(place: Path, rank_by: Script, tokeni
         (place / f"texts{i:02}.txt").write_text(text, encoding="utf-8")
         (place / f"texts{i:02}.txt.gz").write_bytes(gzip.compress(text.encode()))
     wanted = counted(texts, tokenizer)
-    names = ("a.jsonl", "a.jsonl.gz", "split/**/*.jsonl*", "a.parquet", "texts*.txt", "texts*.txt.gz")
+    (place / "a.json").write_text(json.dumps(records, indent=1))
+    write_lines(place / "folder/0.jsonl", records[:13])
+    pyarrow.parquet.write_table(table.slice(13), place / "folder/a.parquet")
+    names = ("a.jsonl", "a.jsonl.gz", "a.json", "split/**/*.jsonl*", "a.parquet", "folder", "texts*.txt", "texts*.gz")
     sources = [{"source": str(place / name)} for name in names] + [{"source": f"hf:{place / 'hub'}:train"}]
     printed = rank_by(sources)
     for corpus, source in zip(load_corpora(token_counts(place)), sources, strict=True):
@@ -71,36 +72,38 @@ def test_every_form_of_file_counts_the_same(place: Path, rank_by: Script, tokeni
     ]
 
 
+def read(source: Path) -> tuple[list[corpus_reader.Item], list[dict[str, Any]]]:
+    """(items, rejects) of a source."""
+    rejects = Rejects(source.parent / "rejects")
+    found = list(items(RankingSource(source=str(source)), rejects))
+    kept = [json.loads(line) for line in (source.parent / "rejects").open()] if rejects.total else []
+    (source.parent / "rejects").unlink(missing_ok=True)
+    return found, kept
+
+
 def test_any_bytes_in_pieces_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance, path = random.Random(20), tmp_path / "text.txt"
     parts = [b"a", b" ", b"\n", b"\r", "é".encode(), "☂".encode(), "𝄞".encode(), b"\x80", b"\xff", b"\xe2", b"\xf0\x9d"]
     cases = [(65536, b"\x80"), (65536, b"a" * 65535 + b"\n" + b"\x80"), (1, b"\x80" * 3)]
     for _ in range(600):
         kinds = chance.sample(parts, chance.randint(1, 4))
-        cases.append((chance.randint(1, 9), b"".join(chance.choices(kinds, k=chance.randint(1, 40)))))
+        cases.append((chance.choice([1, 2, 5, 9, 99]), b"".join(chance.choices(kinds, k=chance.randint(1, 40)))))
     for size, whole in cases:
-        monkeypatch.setattr(corpus_reader, "PIECE_BYTES", size)
+        monkeypatch.setattr(corpus_reader, "PIECE_CHARACTERS", size)
         path.write_bytes(whole)
-        corpus = corpus_of(RankingSource(source=str(path)))
-        items, positions = [], []
-        for item in corpus.items({}):
-            items.append(item)
-            positions.append(corpus.position())
-        assert b"".join(item.content for item in items) == whole
-        assert all(0 < len(item.content) <= size for item in items)
-        at = chance.randrange(len(items))
-        assert list(corpus_of(corpus.section).items(positions[at])) == items[at + 1 :]
-        if size >= 4 and is_utf8(whole):  # no character is longer
-            assert all(is_utf8(item.content) for item in items)
-        for item in items:  # a line that is no UTF-8 is rejected, every other one read
-            rejects: list[Any] = []
-            read = dict(corpus_counts._decoded(item._replace(opens=False), rejects))
-            lines = {item.line + i: line for i, line in enumerate(item.content.split(b"\n"))}
-            bad = {number for number, line in lines.items() if not is_utf8(line)}
-            assert [reject[1] for reject in rejects] == sorted(bad)
-            if bad:
-                wanted = {number: line.decode() for number, line in lines.items() if line and number not in bad}
-                assert {number: text.removesuffix("\n") for number, text in read.items() if text != "\n"} == wanted
+        found, rejected = read(path)
+        texts = [item.record["text"] for item in found]
+        assert all(0 < len(text) <= size for text in texts)
+        assert [item.opens for item in found] == [number == 0 for number in range(len(found))]
+        # Lines that are not UTF-8 are rejected (of long ones the piece that is not), all others are read.
+        lines = whole.split(b"\n")
+        bad = {number for number, line in enumerate(lines, start=1) if not is_utf8(line)}
+        assert {reject["line"] for reject in rejected} == bad
+        good = b"".join(line for number, line in enumerate(lines, start=1) if number not in bad)
+        if size == 99 or not bad:
+            assert "".join("".join(texts).split()) == "".join(good.decode().split())
+        for item in found:
+            assert item.record["text"].split("\n")[0].encode() in lines[item.line - 1]
 
 
 def is_utf8(content: bytes) -> bool:
@@ -111,77 +114,67 @@ def is_utf8(content: bytes) -> bool:
     return True
 
 
-def test_a_damaged_packed_file_is_read_up_to_the_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_reader, "PIECE_BYTES", 7000)
-    words = " ".join(random.Random(21).choices(WORDS, k=100_000)).encode()
-    packed = gzip.compress(words[:90_000]) + b"\0" * 9 + gzip.compress(words[90_000:])
+def test_a_damaged_packed_file_is_read_up_to_the_damage(tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in some_texts(6000, 21)).encode()
+    half = lines.index(b"\n", len(lines) // 2) + 1
+    packed = gzip.compress(lines[:half]) + b"\0" * 9 + gzip.compress(lines[half:])
     unfinished = zlib.compressobj(wbits=31)
-    good = unfinished.compress(words) + unfinished.flush(zlib.Z_FULL_FLUSH)
+    good = unfinished.compress(lines + b'{"text": "the') + unfinished.flush(zlib.Z_FULL_FLUSH)
     wrong_sum = bytearray(packed)
     wrong_sum[-6] ^= 1
-    path = tmp_path / "a.txt.gz"
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"behind"))
     buffer = 1 << 17  # what gzip may have unpacked when it meets the damage
-    for content, lost, reason in [
-        (packed + b"\0" * 5000, 0, None),
-        (good, 0, "Compressed file ended before the end-of-stream marker was reached"),
-        (good + b"\xff" * 9000, buffer, "invalid block type"),
-        (bytes(wrong_sum), buffer, "CRC check failed"),
-        (packed + b"more", 0, "Not a gzipped file"),
-    ]:
-        path.write_bytes(content)
-        corpus = corpus_of(RankingSource(source=str(tmp_path / "*.gz")))
-        items, positions = [], []
-        for item in corpus.items({}):
-            items.append(item)
-            positions.append(corpus.position())
-        assert items[-1].content == b"behind"
-        bad = [item for item in items if item.kind == "bad"]
-        assert len(bad) == (reason is not None)
-        assert all(str(reason) in item.content and not item.opens for item in bad)
-        text = b"".join(item.content for item in items[:-1] if item.kind != "bad")
-        assert words.startswith(text) and len(text) >= len(words) - lost
-        assert all(item.line == 1 + text.count(b"\n") for item in bad)
-        for at in (0, len(items) // 2, len(items) - 2):
-            assert list(corpus_of(corpus.section).items(positions[at])) == items[at + 1 :]
-    # A record that the damage tears is no bad record of its own.
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in some_texts(20, 22)).encode()
-    torn = tmp_path / "c.jsonl.gz"
-    unfinished = zlib.compressobj(wbits=31)
-    torn.write_bytes(unfinished.compress(lines + b'{"text": "the') + unfinished.flush(zlib.Z_SYNC_FLUSH))
-    kinds = [item.kind for item in corpus_of(RankingSource(source=str(torn))).items({})]
-    assert kinds == ["line"] * 20 + ["bad"]
+    for ending in ("txt", "jsonl"):
+        path = tmp_path / ending / f"a.{ending}.gz"
+        write_lines(path.parent / f"b.{ending}.gz", [{"text": "behind"}])
+        for content, lost, reason in [
+            (packed + b"\0" * 5000, 0, None),
+            (good, 0, "Compressed file ended before the end-of-stream marker was reached"),
+            (good + b"\xff" * 9000, buffer, "invalid block type"),
+            (bytes(wrong_sum), buffer, "CRC check failed"),
+            (packed + b"more", 0, "Not a gzipped file"),
+        ]:
+            path.write_bytes(content)
+            found, rejected = read(path.parent / "*.gz")
+            assert "behind" in found[-1].record["text"] and found[-1].line == 1
+            texts = [item.record["text"] for item in found[:-1]]
+            text = "".join(texts if ending == "txt" else [json.dumps({"text": text}) + "\n" for text in texts])
+            assert lines.startswith(text.encode()) and len(text) >= len(lines) - lost
+            # A record that the damage tears is no bad record of its own.
+            assert len(rejected) == (reason is not None)
+            for reject in rejected:
+                assert reject["reason"].startswith("damaged file: ") and str(reason) in reject["reason"]
+                assert reject["line"] == 1 + text.count("\n")
 
 
-def test_a_damaged_table_loses_the_damaged_rows_alone(
+def test_a_damaged_table_is_read_up_to_the_damage(
     place: Path, rank_by: Script, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    texts = some_texts(60, 23)
+    texts = some_texts(600, 23)
     path = place / "a.parquet"
     table = pyarrow.Table.from_pylist([{"text": text} for text in texts])
-    pyarrow.parquet.write_table(table, path, row_group_size=20, use_dictionary=False, compression="snappy")
-    chunk = pyarrow.parquet.ParquetFile(path).metadata.row_group(0).column(0)
-    content = bytearray(path.read_bytes())
-    start, size = chunk.data_page_offset, chunk.total_compressed_size
-    content[start + size // 2 : start + size] = b"\xff" * (size - size // 2)
-    path.write_bytes(content)
-    printed = rank_by([{"source": str(path)}])
+    pyarrow.parquet.write_table(table, path, row_group_size=256, use_dictionary=False, compression="snappy")
+    whole = path.read_bytes()
+
+    def damage(group: int) -> None:
+        chunk = pyarrow.parquet.ParquetFile(path).metadata.row_group(group).column(0)
+        start, size = chunk.data_page_offset, chunk.total_compressed_size
+        path.write_bytes(whole[: start + size // 2] + b"\xff" * (size - size // 2) + whole[start + size :])
+
+    damage(1)
+    printed = rank_by([{"source": str(place / "*.parquet")}])
     corpus = load_corpora(token_counts(place))[0]
-    assert as_counter(corpus.counts) == counted(texts[20:], tokenizer)
-    assert (corpus.documents, corpus.rejected) == (40, 1) and "1 damaged file" in printed
-    kept = json.loads(next((place / "out/ranking").glob("*.rejects.jsonl")).read_text())
-    assert kept["line"] == 1 and re.search(r"damaged file: .*Corrupt snappy.*; rows 1 to 20 are lost", kept["reason"])
-    # Nothing but damage is told before anything is counted, with what to do.
-    pyarrow.parquet.write_table(table, path, use_dictionary=False, compression="snappy")
-    content = bytearray(path.read_bytes())
-    content[start + size // 2 : start + size] = b"\xff" * (size - size // 2)
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=r"none of its first records .*a\.parquet:1: damaged .*fetch it again"):
+    assert as_counter(corpus.counts) == counted(texts[:256], tokenizer)
+    assert (corpus.documents, corpus.rejected) == (256, 1)
+    assert f"note: {path}:257: damaged file: {path}: cannot be read as parquet: Corrupt snappy" in printed
+    # Nothing but damage is told before anything is counted.
+    path.write_bytes(whole)
+    damage(0)
+    with pytest.raises(UserError, match=r"none of its first records .*a\.parquet:1: damaged file"):
         rank_by([{"source": str(path)}])
 
 
 @pytest.mark.parametrize("hub", [False, True])
-def test_columns_of_bytes_are_text_and_dates_and_numbers_are_not(
+def test_columns_of_bytes_are_text_and_numbers_are_not(
     place: Path, rank_by: Script, tokenizer: PreTrainedTokenizerBase, hub: bool
 ) -> None:
     path = place / "hub/train.parquet"
@@ -196,15 +189,7 @@ def test_columns_of_bytes_are_text_and_dates_and_numbers_are_not(
     rank_column([*(text.encode() for text in texts), b"caf\xe9", b"", None])
     corpus = load_corpora(token_counts(place))[0]
     assert as_counter(corpus.counts) == counted(texts, tokenizer) and corpus.rejected == 3
-    reasons = [json.loads(line)["reason"] for file in (place / "out/ranking").glob("*.jsonl") for line in file.open()]
-    assert reasons[0] == "not UTF-8: 4 bytes in `text`" and reasons[1] == "empty text"
-    for value, kind in [
-        (datetime.date(2026, 1, 1), "date"),
-        (datetime.timedelta(1), "timedelta"),
-        (decimal.Decimal("1.5"), "Decimal"),
-        (7, "a number"),
-        (["x"], "a list"),
-    ]:
+    for value, kind in [(7, "a number"), (["x"], "a list"), (True, "true or false")]:
         with pytest.raises(UserError, match=f"wrong type: `text` must be text, this is {kind}"):
             rank_column([value])
 
@@ -219,7 +204,7 @@ def test_texts_of_conversations_may_be_bytes_but_no_pictures(
     rank_by([{"source": str(path)}])
     corpus = load_corpora(token_counts(place))[0]
     assert as_counter(corpus.counts) == counted(["the café"], tokenizer) + Counter({4: 1})
-    assert (corpus.documents, corpus.rejected) == (2, 1)
+    assert (corpus.documents, corpus.rejected) == (1, 1)
 
 
 def test_a_file_counts_once_on_whatever_ways_it_is_found(
@@ -234,40 +219,29 @@ def test_a_file_counts_once_on_whatever_ways_it_is_found(
     rank_by([deep])
     corpus = load_corpora(token_counts(place))[0]
     assert as_counter(corpus.counts) == wanted and corpus.documents == 3
+    assert files_of(str(place / "a")) == [str(place / "a/link.txt")]  # of a folder, not of those in it
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "parquet", "txt", "hub"])
-def test_a_corpus_goes_on_from_every_chunk(place: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    monkeypatch.setattr(corpus_reader, "CHUNK_CHARACTERS", 300)
-    monkeypatch.setattr(corpus_reader, "PIECE_BYTES", 90)
-    monkeypatch.setattr(corpus_reader, "ROWS_AT_ONCE", 4)
-    records = [{"text": text} for text in some_texts(40, 1)]
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt", "hub"])
+def test_a_limit_counts_documents(place: Path, rank_by: Script, ending: str) -> None:
+    texts, table = some_texts(20, 1), pyarrow.table({"text": some_texts(20, 1)})
     source = str(place / f"*.{ending}")
-    for i in range(3):
-        part = records[i * 15 : i * 15 + 15]
+    if ending == "hub":
+        (place / "hub").mkdir()
+        source = f"hf:{place / 'hub'}"
+    for i in range(2):
         if ending in ("parquet", "hub"):
-            name = place / (f"{i}.parquet" if ending == "parquet" else f"hub/train-{i}.parquet")
-            name.parent.mkdir(exist_ok=True)
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), name, row_group_size=6)
-        elif ending == "txt":
-            (place / f"{i}.txt").write_text("\n".join(record["text"] for record in part))
-        else:
-            write_lines(place / f"{i}.{ending}", [*part, "\n", "  \n"])
-    section = RankingSource(source=f"hf:{place / 'hub'}" if ending == "hub" else source, max_documents=37)
-    if ending == "txt":
-        section = RankingSource(source=source, max_documents=2)
-    batches = list(corpus_of(section).chunks({}, 0))
-    assert len(batches) > 5 and sum(batch.documents for batch in batches) == section.max_documents
-    whole = [item.content for batch in batches for item in batch.items]
-    if ending != "txt":
-        contents = [json.loads(content) if isinstance(content, bytes) else {"text": content} for content in whole]
-        assert contents == records[:37]
-    documents = 0
-    for i, batch in enumerate(batches):
-        documents += batch.documents
-        position = json.loads(json.dumps(batch.position))
-        rest = [item.content for after in corpus_of(section).chunks(position, documents) for item in after.items]
-        assert rest == [item.content for after in batches[i + 1 :] for item in after.items]
+            folder = place if ending == "parquet" else place / "hub"
+            pyarrow.parquet.write_table(table.slice(10 * i, 10), folder / f"train-{i}.parquet")
+        elif ending == "jsonl":
+            write_lines(place / f"{i}.jsonl", [{"text": text} for text in texts[10 * i : 10 * i + 10]])
+    for i, text in enumerate(texts if ending == "txt" else []):
+        (place / f"{i:02}.txt").write_text(text)
+    for most in (1, 13, 50):
+        rank_by([{"source": source, "max_documents": most}])
+        corpus = load_corpora(token_counts(place))[0]
+        assert as_counter(corpus.counts) == counted(texts[:most], make_tokenizer())
+        assert corpus.documents == min(most, 20)
 
 
 def test_conversations_count_what_the_assistant_writes(
@@ -305,12 +279,11 @@ def test_no_special_tokens_are_added(place: Path, rank_by: Script, target_dir: P
     )
     tokenizer.backend_tokenizer.enable_truncation(5)
     assert tokenizer.encode("cat")[0] == 0
-    items = list(
-        corpus_of(RankingSource(source=str(write_lines(place / "a.jsonl", [{"text": "the cat " * 9}])))).items({})
-    )
-    found = TextCounter(tokenizer, VOCAB_SIZE).count(items, "text")
+    path = write_lines(place / "a.jsonl", [{"text": "the cat " * 9}])
+    tokeniser = Tokeniser(tokenizer, VOCAB_SIZE)
+    [found] = tokeniser.documents(RankingSource(source=str(path)), Rejects(), "counting")
     wanted = counted(["the cat " * 9], make_tokenizer())
-    assert dict(zip(found.token_ids.tolist(), found.times.tolist(), strict=True)) == wanted and wanted.total() > 5
+    assert Counter(found.ids) == wanted and wanted.total() > 5
 
 
 def test_bad_records_are_kept_and_stop_nothing(
@@ -354,10 +327,10 @@ def test_bad_records_are_kept_and_stop_nothing(
         9: "not Unicode",
         10: "no assistant turn",
         11: "wrong type",
-        14: "not UTF-8: byte 11",
+        14: "not UTF-8",
     }.items():
         assert at["a.jsonl", line].startswith(reason)
-    assert at["b.txt", 2] == "not UTF-8: byte 5"
+    assert at["b.txt", 2] == "not UTF-8"
     assert any(name == "c.jsonl.gz" and reason.startswith("damaged file") for (name, _), reason in at.items())
     assert printed.count("rejected (") == 3
     again = rank_by([{"source": str(path)}, {"source": str(text)}, {"source": str(packed)}])
@@ -369,7 +342,67 @@ def test_a_token_that_the_target_lacks_is_rejected(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": "cat"}, {"text": "cat 3"}])
     tokenizer = make_tokenizer()
     lacks = max(counted(["cat 3"], tokenizer))
-    found = TextCounter(tokenizer, lacks).count(list(corpus_of(RankingSource(source=str(path))).items({})), "text")
-    assert [reject[3] for reject in found.rejects] == [
-        text for text in ("cat", "cat 3") if max(counted([text], tokenizer)) >= lacks
-    ]
+    rejects = Rejects(tmp_path / "rejects")
+    found = list(Tokeniser(tokenizer, lacks).documents(RankingSource(source=str(path)), rejects, "counting"))
+    beyond = [text for text in ("cat", "cat 3") if max(counted([text], tokenizer)) >= lacks]
+    assert [json.loads(line)["record"]["text"] for line in (tmp_path / "rejects").open()] == beyond
+    assert len(found) + len(beyond) == 2
+
+
+# Finished counts are kept.
+
+
+def test_what_changed_is_counted_anew_with_a_word(place: Path, rank_by: Script) -> None:
+    a, b = write_lines(place / "a.jsonl", [{"text": "the cat"}, "{torn\n"]), place / "b.txt"
+    b.write_text("the dog ran")
+    sources = [{"source": str(a)}, {"source": str(b)}]
+    printed = rank_by(sources)
+    assert "counted again" not in printed and "counted before" not in printed
+    # Weights and company change nothing.
+    assert rank_by([{"source": str(b), "weight": 2.5}]).count("counted before") == 1
+    write_lines(a, [{"text": "the mat"}])
+    printed = rank_by(sources)
+    assert f"{a}: counted again: its files changed" in printed and f"{b}: counted before" in printed
+    corpus = load_corpora(token_counts(place))[0]
+    assert as_counter(corpus.counts) == counted(["the mat"], make_tokenizer()) and corpus.rejected == 0
+    assert not list((place / "out/ranking").glob("*a-jsonl*.rejects.jsonl"))
+    assert f"{a}: counted again: its max_documents changed" in rank_by([{"source": str(a), "max_documents": 1}])
+    state = counts_path(place / "out/ranking", str(b))
+    state.write_bytes(state.read_bytes()[:-7])
+    assert f"{b}: counted again: {state} cannot be read" in rank_by([{"source": str(b)}])
+    recipe = yaml.safe_load((place / "recipe.yaml").read_text())
+    template = place / "other.jinja"
+    template.write_text(make_tokenizer().get_chat_template() + " ")
+    recipe["target"]["chat_template"] = str(template)
+    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert f"{b}: counted again: its tokenizer changed" in rank_by([{"source": str(b)}])
+
+
+@pytest.mark.parametrize("end", [ConnectionError("the line is dead\nand more"), KeyboardInterrupt()])
+def test_an_interrupted_count_starts_over_and_finished_ones_are_kept(
+    place: Path, rank_by: Script, monkeypatch: pytest.MonkeyPatch, end: BaseException
+) -> None:
+    import datasets
+
+    texts, broken = some_texts(60, 9), [True]
+
+    def stream() -> Iterator[dict[str, Any]]:
+        for i, text in enumerate(texts):
+            if i == 41 and broken[0]:
+                raise end
+            yield {"text": text if i else 7}
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(stream))
+    path = write_lines(place / "a.jsonl", [{"text": "the cat"}])
+    sources = [{"source": str(path)}, {"source": "hf:org/texts:train"}]
+    told = r"hf:org/texts:train: .* ConnectionError: the line is dead \(behind row 41; "
+    with pytest.raises((UserError, KeyboardInterrupt), match=told if isinstance(end, Exception) else None):
+        rank_by(sources)
+    broken[0] = False
+    printed = rank_by(sources)
+    assert f"{path}: counted before" in printed and "hf:org/texts:train: counted" not in printed
+    dataset = load_corpora(token_counts(place))[1]
+    assert as_counter(dataset.counts) == counted(texts[1:], make_tokenizer())
+    assert (dataset.documents, dataset.rejected) == (59, 1)
+    [kept] = (place / "out/ranking").glob("*.rejects.jsonl")
+    assert len(kept.read_text().splitlines()) == 1  # not once for each try

@@ -90,8 +90,6 @@ def test_counts_of_a_blend_round_trip_and_old_files_are_read(tmp_path: Path) -> 
 def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by: Script) -> None:
     source = {"source": str(write_lines(place / "a.jsonl", [{"text": text} for text in some_texts(30, 10)]))}
     rank_by([source], "drafter.vocab_size=12")
-    report = json.loads((place / "out/ranking_coverage.json").read_text())
-    assert [entry["id"] for entry in report["always_inside"]] == TEMPLATE
     vocab = DraftVocab.load(place / "out/draft_vocab.safetensors")
     counts, metadata = load_token_counts(token_counts(place))
     assert not counts[TEMPLATE].any()  # foreign text holds none of them
@@ -107,7 +105,7 @@ def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by:
     assert (target.config.vocab_size, target.stop_ids) == (VOCAB_SIZE, [4])
     assert vocab_of(contender, target).size == 4
     less = type(contender)(**{**vars(contender), "tree": TreeSection(vocab_size=3)})
-    with pytest.raises(UserError, match=r"3 has no room for the 4 stop tokens \[1, 2, 3, 4\] \(template tokens among"):
+    with pytest.raises(UserError, match=r"3 has no room for the 4 stop and template tokens \[1, 2, 3, 4\]"):
         vocab_of(less, target)
     assert cut_vocab(DraftVocab.full(VOCAB_SIZE), counts, 12, always_inside(metadata)).same_as(vocab)
 
@@ -197,23 +195,21 @@ def test_coverage_by_corpus_and_size(place: Path, rank_by: Script, tokenizer: Pr
     weights = [3.0, 0.5]
     sources = [{"source": str(path), "weight": weight} for path, weight in zip(paths, weights, strict=True)]
     printed = rank_by(sources)
-    report = json.loads((place / "out/ranking_coverage.json").read_text())
     found = [counted(part, tokenizer) for part in texts]
     both = [[part[token] for token in range(VOCAB_SIZE)] for part in found]
     ranking = reference.blended_counts(both, weights, BLEND_SCALE)
-    assert report["sizes"] == [4, 8, 16, 32, 64, 128, 256, VOCAB_SIZE]
     answers = Counter([70, 71, 70, 4])
-    columns = {"blend": Counter(dict(enumerate(ranking))), str(paths[0]): found[0], str(paths[1]): found[1]}
-    columns["answers"] = answers  # not counted in, but compared with
-    assert list(report["covered_share"]) == list(columns)
-    for name, corpus in columns.items():
-        for size, share in zip(report["sizes"], report["covered_share"][name], strict=True):
-            inside = reference.most_frequent(list(range(VOCAB_SIZE)), ranking, size, TEMPLATE)
-            assert share == pytest.approx(sum(corpus[token] for token in inside) / corpus.total(), abs=1e-6)
-    rows = [row.split() for row in printed.splitlines() if row.endswith("%")]
-    assert [row[0] for row in rows] == [f"{size:,}" for size in report["sizes"]]
-    assert rows[3][1:] == [f"{share[3]:.2%}" for share in report["covered_share"].values()]
-    assert [facts["weight"] for facts in report["corpora"]] == [3.0, 0.5, None]
+    columns = [Counter(dict(enumerate(ranking))), *found, answers]  # answers: not counted in, but compared with
+    header, *rows = [
+        line.split() for line in printed.splitlines() if line.startswith("    tokens") or line.endswith("%")
+    ]
+    assert header[:2] == ["tokens", "blend"] and header[-1] == "answers" and len(header) == 5
+    assert [row[0] for row in rows] == ["4", "8", "16", "32", "64", "128", "256", str(VOCAB_SIZE)]
+    for size, *shares in rows:
+        inside = reference.most_frequent(list(range(VOCAB_SIZE)), ranking, int(size), TEMPLATE)
+        wanted = [sum(corpus[token] for token in inside) / corpus.total() for corpus in columns]
+        assert shares == [f"{share:.2%}" for share in wanted]
+    assert [corpus.weight for corpus in load_corpora(token_counts(place))] == [3.0, 0.5, None]
     assert load_token_counts(token_counts(place))[0].tolist() == ranking
     # As a source of the blend, the answers come in the recipe's order.
     rank_by([{"source": "answers", "weight": 1}, sources[0]])
@@ -228,7 +224,7 @@ def test_the_answers_alone_are_counted_as_without_a_ranking(place: Path, rank_by
     rank_by([])
     plain, metadata = load_token_counts(token_counts(place))
     assert set(metadata) == {"tokenizer_fingerprint", "counted_tokens", "stop_ids"}
-    assert not (place / "out/ranking_coverage.json").exists() and not (place / "out/ranking").exists()
+    assert not (place / "out/ranking").exists()
     rank_by([{"source": "answers", "weight": 0.25}])
     assert torch.equal(load_token_counts(token_counts(place))[0], plain)
 
@@ -243,43 +239,41 @@ def test_all_sources_that_are_wrong_are_told_at_once(place: Path, rank_by: Scrip
     nofield = write_lines(place / "nofield.jsonl", [{"body": "x", "n": 1}])
     table = place / "t.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"body": "x"}]), table)
-    fake, array, binary = place / "fake.parquet", place / "array.json", place / "binary.bin"
+    fake, binary = place / "fake.parquet", place / "binary.bin"
     fake.write_bytes(b"no parquet")
-    array.write_text("[]")
-    binary.write_bytes(b"\0\1\2")
-    (place / "out").mkdir()
+    binary.write_bytes(b"\x89PNG\n\0\1\2")
+    for folder in ("out", "empty"):
+        (place / folder).mkdir()
     names = [
-        *(good, place / "missing.txt", place / "none*.txt", place, nothing, blank, nofield, table, fake, array, binary),
-        *(good, "answers", "hf:", f"hf:{place / 'no-such-dataset'}:train", "hf:org/name:train[:10]"),
+        *(good, place / "missing.txt", place / "none*.txt", place / "empty", nothing, blank, nofield, table, fake),
+        *(binary, good, "answers", "hf:", f"hf:{place / 'no-such-dataset'}:train", "hf:org/name:train[:10]"),
     ]
     with pytest.raises(UserError) as caught:
         rank_by([{"source": str(name)} for name in names])
     told = caught.value.problems
-    for number, words in [
-        (1, "missing.txt: no such file"),
-        (2, "none*.txt: no such file"),
-        (3, "is a folder; name its files by a pattern"),
-        (4, "nothing.txt: empty"),
-        (5, "blank.jsonl: it holds no records"),
-        (6, "none of its first records can be used: .*nofield.jsonl:1: no text: no field `text` .* among body, n"),
-        (7, "no field `text` and no conversation among body; name the field"),
-        (8, "fake.parquet:1: damaged file: cannot be read as parquet: .*; fetch it again"),
-        (9, "array.json: a .json array cannot be read piece by piece"),
-        (10, "binary.bin:1: is not text"),
-        (11, "good.jsonl is listed twice"),
-        (13, "write hf:org/name"),
-        (14, "datasets cannot load it"),
-        (15, "parts of a split cannot be asked for"),
+    for number, pattern in [
+        (1, r"missing\.txt: no such file"),
+        (2, r"none\*\.txt: no such file"),
+        (3, r"empty: no such file"),
+        (4, r"nothing\.txt: it holds no records"),
+        (5, r"blank\.jsonl: it holds no records"),
+        (6, r"none of its first records can be used: .*nofield.jsonl:1: no text: no field `text` .* among body, n"),
+        (7, r"no field `text` and no conversation among body; name the field"),
+        (8, r"fake\.parquet:1: damaged file: .*cannot be read as parquet: "),
+        (9, r"first records .*binary\.bin:1: not UTF-8"),
+        (10, r"good\.jsonl is listed twice"),
+        (12, r"write hf:org/name"),
+        (13, r"datasets cannot load it"),
+        (14, r"parts of a split cannot be asked for"),
     ]:
-        pattern = words if ".*" in words else re.escape(words)
         assert any(re.search(rf"sources\.{number}: .*{pattern}", problem) for problem in told), (number, told)
     assert any("answers: " in problem and "does not exist" in problem for problem in told)
-    assert len(told) == 15 and [path.name for path in (place / "out").iterdir()] == [".lock"]  # nothing was counted
+    assert len(told) == 14 and [path.name for path in (place / "out").iterdir()] == [".lock"]  # nothing was counted
 
 
 def test_a_source_of_bad_records_alone_is_told(place: Path, rank_by: Script) -> None:
     a = write_lines(place / "a.jsonl", [{"messages": [{"role": "user", "content": "alone"}]}] * 3)
-    with pytest.raises(UserError, match=r"a\.jsonl holds no tokens to count: 3 documents, 3 records rejected"):
+    with pytest.raises(UserError, match=r"a\.jsonl holds no tokens to count: 0 documents, 3 records rejected"):
         rank_by([{"source": str(a)}])
     assert not token_counts(place).exists()
 

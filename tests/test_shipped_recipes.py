@@ -217,7 +217,7 @@ def shrunken(name: str, recipe: Recipe, tmp_path: Path) -> list[str]:
         overrides.append("drafter.intermediate_size=64")
     if recipe.data.ranking.sources:
         corpus = write_corpus(tmp_path / "corpus.jsonl")
-        overrides += [f"data.ranking.sources.0.source={corpus}", "data.ranking.workers=1"]
+        overrides += [f"data.ranking.sources.0.source={corpus}"]
     trees = {"eval.tree": recipe.eval.tree} | {
         f"eval.also.{i}.tree": row.tree for i, row in enumerate(recipe.eval.also)
     }

@@ -4,6 +4,7 @@ import json
 import random
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from draftsmith.models.vocab import (
     cut_head_rows,
     cut_vocab,
     fill_text,
-    frequent_vocab,
     load_metadata,
     load_token_counts,
     save_token_counts,
@@ -27,6 +27,10 @@ from draftsmith.models.vocab import (
 from draftsmith.recipes.errors import UserError
 from tests import reference
 from tests.conftest import VOCAB_SIZE, make_tokenizer
+
+
+def frequent_vocab(counts: torch.Tensor, size: int, must_have: Sequence[int] = ()) -> DraftVocab:
+    return cut_vocab(DraftVocab.full(len(counts)), counts, size, must_have, "drafter.vocab_size")
 
 
 def some_vocab(size: int = 7, vocab_size: int = 20, seed: int = 0) -> DraftVocab:
@@ -102,7 +106,6 @@ def test_the_lowest_ids_fill_up_what_was_not_counted() -> None:
     for size, ids in {3: [1, 3, 5], 4: [0, 1, 3, 5], 5: [0, 1, 2, 3, 5]}.items():
         vocab = frequent_vocab(counts, size, must_have=[5])
         assert vocab.target_ids.tolist() == ids
-        assert cut_vocab(DraftVocab.full(6), counts, size, must_have=[5]).same_as(vocab)
         said = fill_text(vocab, counts, must_have=[5])
         assert said is None if size == 3 else said is not None and f"only 3 of {size} draft tokens were cou" in said
     assert fill_text(DraftVocab.full(6), counts, must_have=[]) is None  # nothing to choose
@@ -110,7 +113,9 @@ def test_the_lowest_ids_fill_up_what_was_not_counted() -> None:
 
 def test_rank_refuses_what_cannot_be() -> None:
     counts = torch.tensor([0, 4, 0, 2, 0, 0])
-    with pytest.raises(UserError, match="7 is more than the target's vocabulary of 6"):
+    with pytest.raises(
+        UserError, match=r"^drafter\.vocab_size: 7 is more than the 6 tokens of the target's vocabulary"
+    ):
         frequent_vocab(counts, 7)
     with pytest.raises(UserError, match="no room for the 2 stop and template tokens"):
         frequent_vocab(counts, 1, must_have=[4, 5])
@@ -120,7 +125,6 @@ def test_rank_refuses_what_cannot_be() -> None:
 def test_stop_tokens_that_the_target_has_no_row_for_change_nothing() -> None:
     counts = torch.tensor([0, 4, 0, 2, 0, 0])
     assert frequent_vocab(counts, 3, must_have=[5, 6, -1]).target_ids.tolist() == [1, 3, 5]
-    assert cut_vocab(DraftVocab.full(6), counts, 2, must_have=[5, 6, -1]).target_ids.tolist() == [1, 5]
 
 
 # A cut for decoding (FR-Spec).
@@ -167,7 +171,9 @@ def test_cut_refuses_what_cannot_be() -> None:
     counts, own = torch.tensor([0, 4, 0, 2, 0, 1]), DraftVocab(torch.tensor([1, 3, 4, 5]), 6)
     with pytest.raises(UserError, match=r"^eval\.tree\.vocab_size: 5 is more than the 4 tokens of the drafter's"):
         cut_vocab(own, counts, 5, [4])
-    with pytest.raises(UserError, match=r"^eval\.tree\.vocab_size: 1 has no room for the 2 stop tokens \[4, 5\]"):
+    with pytest.raises(
+        UserError, match=r"^eval\.tree\.vocab_size: 1 has no room for the 2 stop and template tokens \[4, 5\]"
+    ):
         cut_vocab(own, counts, 1, [2, 4, 5])
     assert cut_vocab(own, counts, 2, [2, 4, 5]).target_ids.tolist() == [4, 5]
     with pytest.raises(UserError, match=r"^eval\.tree\.vocab_size: .* of 5 tokens, the drafter's target has 6"):
@@ -229,17 +235,11 @@ GOOD = {"tokenizer_fingerprint": "ab" * 32, "counted_tokens": "6", "stop_ids": "
     [
         ({"count": torch.tensor([1, 2, 3])}, {}, "no counts in it"),
         ({"counts": torch.tensor([1, 2, 3])}, None, "no counted_tokens and no stop_ids and no tokenizer_fingerprint"),
-        ({"counts": torch.tensor([1.0, 2.0, 3.0])}, {}, r"int64 vector, not torch\.float32 of shape \(3,\)"),
+        ({"counts": torch.tensor([1.0, 2.0, 3.0])}, {}, r"not an int64 vector .*torch\.float32 of shape \(3,\)"),
         ({"counts": torch.tensor([[1, 2, 3]])}, {}, r"of shape \(1, 3\)"),
         ({"counts": torch.tensor([], dtype=torch.int64)}, {"counted_tokens": "0"}, r"of shape \(0,\)"),
-        ({"counts": torch.tensor([5, -2, 3])}, {}, "token 1 was seen -2 times"),
-        ({"counts": torch.tensor([1, 2, 4])}, {}, "add up to 7, its metadata says counted_tokens 6"),
-        ({"counts": torch.tensor([1, 2, 3])}, {"counted_tokens": "many"}, "counted_tokens many"),
-        ({"counts": torch.tensor([0, 0])}, {"counted_tokens": "0"}, "no token was counted"),
-        *(
-            ({"counts": torch.tensor([1, 2, 3])}, {"stop_ids": text}, "stop_ids must be a JSON list of token ids")
-            for text in ("4", "[4", '["4"]', "[true]", "{}")
-        ),
+        ({"counts": torch.tensor([5, -2, 3])}, {}, "values below 0"),
+        ({"counts": torch.tensor([0, 0])}, {"counted_tokens": "0"}, "zeros alone"),
     ],
 )
 def test_damaged_token_counts_are_refused(

@@ -7,13 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.data_gen.corpus.counts import TextCounter
-from draftsmith.data_gen.corpus.reader import ANSWERS, Corpus, check_corpora, corpus_of
-from draftsmith.models.chat import (
-    load_config,
-    load_tokenizer,
-    tokenizer_fingerprint,
-)
+from draftsmith.data_gen.corpus.counts import Tokeniser
+from draftsmith.data_gen.corpus.reader import ANSWERS, bytes_of, check_sources
+from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.costs import device_here, gigabytes, plan_memory
 from draftsmith.models.sam import MOST_TOKENS, StaticAutomaton, corpus_tokens
 from draftsmith.models.turn_ends import stop_ids
@@ -40,23 +36,23 @@ def main(command: Command) -> None:
             sort_corpus(recipe, vocab_size)
 
 
-def corpora_of(recipe: Recipe, look: bool) -> list[Corpus]:
-    """The sources in the recipe's order. Raises UserError with the problems of all."""
+def sources_of(recipe: Recipe, look: bool) -> list[RankingSource]:
+    """The sources in the recipe's order, `answers` as their file. Raises UserError with the problems of all."""
     section = recipe.data.sam
     settings: dict[str, Any] = {"text_field": section.text_field, "max_documents": section.max_documents}
-    sections = [RankingSource(source=name, **(settings if name != ANSWERS else {})) for name in section.names]
-    found = {corpus.name: corpus for corpus in check_corpora(sections, look, "data.sam.sources")}
+    named = [RankingSource(source=name, **(settings if name != ANSWERS else {})) for name in section.names]
+    check_sources(named, look, "data.sam.sources")
     answers = RankingSource(source=str(recipe.conversations_path), max_documents=section.max_documents)
-    return [found[name] if name in found else corpus_of(answers) for name in section.names]
+    return [answers if source.source == ANSWERS else source for source in named]
 
 
 def print_automaton_plan(recipe: Recipe, vocab_size: int) -> None:
     total = 0
     with PlanLines() as plan:
-        for corpus in corpora_of(recipe, look=False):
-            size = corpus.total if corpus.unit == "B" else None
+        for section in sources_of(recipe, look=False):
+            size = bytes_of(section.source)
             total += size or 0
-            plan.line("reads", corpus.name + (f", {size:,} bytes" if size else ", of unknown size"))
+            plan.line("reads", section.source + (f", {size:,} bytes" if size else ", of unknown size"))
         tokens, each = total // CHARACTERS, 6 if vocab_size < 2**16 else 8
         plan.line("tokens", f"about {tokens:,}", f"assumed: {CHARACTERS} bytes each")
         plan_memory(plan, SORTING_BYTES * tokens, "to sort them", device_here("cpu"))
@@ -70,14 +66,15 @@ def sort_corpus(recipe: Recipe, vocab_size: int) -> None:
     Raises:
         UserError: a source is missing or cannot be used, or there is no token.
     """
-    corpora = corpora_of(recipe, look=True)
+    sources = sources_of(recipe, look=True)
     tokenizer = load_tokenizer(recipe.target)
     stops = stop_ids(tokenizer)
     documents = DistinctDocuments(stops)
     rejects = Rejects(recipe.sam_path.with_suffix(".rejects.jsonl"))
-    counter, began = TextCounter(tokenizer, vocab_size), time.monotonic()
-    for corpus in corpora:
-        _read(corpus, counter, documents, rejects)
+    tokeniser, began = Tokeniser(tokenizer, vocab_size), time.monotonic()
+    for section in sources:
+        for document in tokeniser.documents(section, rejects, "reading"):
+            documents.add(document.ids)
     names = ", ".join(recipe.data.sam.names)
     if not documents.tokens:
         raise UserError(f"data.sam.sources: {names} hold no token; {rejects.summary()}")
@@ -127,19 +124,6 @@ class DistinctDocuments:
             self._digests.add(digest)
             self.found.append(part)
             self.tokens += len(part)
-
-
-def _read(corpus: Corpus, counter: TextCounter, documents: DistinctDocuments, rejects: Rejects) -> None:
-    bar = Bar(total=corpus.total, desc=f"reading {corpus.name[-40:]}", unit=corpus.unit, unit_scale=True)
-    with bar:
-        for chunk in corpus.chunks({}, 0):
-            found = counter.tokenised(chunk.items, corpus.section.text_field)
-            for reject in found.rejects:
-                rejects.add(*reject)
-            for ids in found.documents:
-                documents.add(ids)
-            bar.set_postfix_str(f"{documents.tokens:,} tokens", refresh=False)
-            bar.update(corpus.units_before(chunk.position) - bar.n)
 
 
 def lookup_seconds(automaton: StaticAutomaton) -> float:

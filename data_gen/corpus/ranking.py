@@ -8,17 +8,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.corpus.counts import Processes, TextCounter, cores, count_corpus
-from draftsmith.data_gen.corpus.reader import ANSWERS, Corpus, check_corpora
+from draftsmith.data_gen.corpus.counts import Tokeniser, as_tensor, count_corpus
+from draftsmith.data_gen.corpus.reader import ANSWERS, check_sources
 from draftsmith.data_gen.corpus.template_tokens import template_tokens
 from draftsmith.data_gen.rows.overlap import training_check
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
 from draftsmith.eval.decoding.target_facts import longest_row
-from draftsmith.models.chat import (
-    load_config,
-    load_tokenizer,
-    tokenizer_fingerprint,
-)
+from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import check_identity, config_identity, read_drafter_config, read_drafter_vocab
 from draftsmith.models.formats.named_drafters import with_start
 from draftsmith.models.turn_ends import stop_ids
@@ -29,7 +25,6 @@ from draftsmith.models.vocab import (
     covered_share,
     cut_vocab,
     fill_text,
-    frequent_vocab,
     save_token_counts,
 )
 from draftsmith.recipes.command.cli import Command
@@ -37,7 +32,6 @@ from draftsmith.recipes.command.inputs import conversations
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collected
-from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
@@ -72,7 +66,7 @@ def print_ranking_plan(recipe: Recipe, size: int, vocab_size: int) -> None:
         for source in sources:
             most = f", {source.max_documents:,} documents at most" if source.max_documents else ""
             plan.line("counts", f"{source.source}{most}; weight {source.weight:g}")
-        check_corpora(sources, look=False)
+        check_sources(sources, look=False)
         chosen = "; where fewer are counted, the lowest other ids fill it up" if size < vocab_size else ""
         if recipe.drafter.init_from is not None:
             chosen = f", those of {recipe.drafter.init_from}"
@@ -99,35 +93,22 @@ def choose_vocab(recipe: Recipe, size: int, vocab_size: int) -> None:
         vocab = vocab_of_start(recipe, fingerprint)
         print(f"the draft vocabulary is that of drafter.init_from, {recipe.drafter.init_from}")
     else:
-        vocab = frequent_vocab(counts, size, must_have)
+        vocab = cut_vocab(DraftVocab.full(vocab_size), counts, size, must_have, "drafter.vocab_size")
         if fill := fill_text(vocab, counts, must_have):
             print(f"note: {fill}")
     if recipe.drafter.vocab_size is None:
         print("drafter.vocab_size is not set: the drafter proposes the target's whole vocabulary")
-    coverage = coverage_of(corpora, counts, must_have)
-    print(coverage_table(coverage))
+    print(coverage_table(corpora, counts, must_have))
     covered = covered_share(counts, vocab)
     metadata = {
         "tokenizer_fingerprint": fingerprint,
         "counted_tokens": str(int(counts.sum())),
         "covered_share": f"{covered:.6f}",
     }
-    facts = [corpus.facts() for corpus in corpora]
     if sources:
-        metadata["corpora"] = json.dumps(facts, ensure_ascii=False)
+        metadata["corpora"] = json.dumps([corpus.facts() for corpus in corpora], ensure_ascii=False)
     done = write(recipe, vocab, metadata)
     save_token_counts(counts_path_of(recipe), counts, fingerprint, stops, others, corpora if sources else ())
-    if sources:
-        shares = {name: {n: round(share, 6) for n, share in column.items()} for name, column in coverage.items()}
-        content = {
-            "corpora": facts,
-            "always_inside": [{"id": id_, "token": tokenizer.convert_ids_to_tokens(id_)} for id_ in must_have],
-            "sizes": list(next(iter(shares.values()))),
-            "covered_share": {name: list(column.values()) for name, column in shares.items()},
-        }
-        atomic_write(
-            Path(recipe.output_dir) / "ranking_coverage.json", json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-        )
     print(
         f"{recipe.draft_vocab_path}: {done}; {vocab.size:,} of {vocab_size:,} target tokens, "
         f"{covered:.2%} of {'the blend' if len(blended) > 1 else names} covered"
@@ -167,9 +148,8 @@ def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size
             f"data.ranking.sources: {ANSWERS}: {recipe.conversations_path} does not exist; run `draftsmith "
             "regenerate` first, or name a file in data.conversations"
         )
-    corpora: list[Corpus] = []
     with collected(problems):
-        corpora = check_corpora(ranking.sources)
+        check_sources(ranking.sources)
     if problems:
         raise UserError(problems)
     found: dict[str, CorpusCounts] = {}
@@ -180,10 +160,10 @@ def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size
             found[ANSWERS] = count_answers(recipe, tokenizer, vocab_size, None)
         except UserError as error:
             print(f"note: the coverage of the target's own answers is unknown: {'; '.join(error.problems)}")
-    fingerprint, folder = tokenizer_fingerprint(tokenizer), Path(recipe.output_dir) / "ranking"
-    with Processes(recipe.target, TextCounter(tokenizer, vocab_size), ranking.workers or cores()) as processes:
-        for corpus in corpora:
-            found[corpus.name] = count_corpus(corpus, folder, fingerprint, processes)
+    tokeniser, folder = Tokeniser(tokenizer, vocab_size), Path(recipe.output_dir) / "ranking"
+    for section in ranking.sources:
+        if section.source != ANSWERS:
+            found[section.source] = count_corpus(section, folder, tokeniser)
     empty = [
         f"data.ranking.sources: {corpus.source} holds no tokens to count: {corpus.documents:,} documents, "
         f"{corpus.rejected:,} records rejected"
@@ -226,37 +206,29 @@ def count_supervised(rows: Iterable[TrainingRow], vocab_size: int) -> torch.Tens
             found.update(row.input_ids[start:end])
     if (greatest := max(found, default=0)) >= vocab_size:
         raise UserError(f"data.conversations: token {greatest} is outside the target's vocabulary of {vocab_size}")
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    counts[torch.tensor([*found], dtype=torch.int64)] = torch.tensor([*found.values()], dtype=torch.int64)
-    return counts
+    return as_tensor(found, vocab_size)
 
 
 # Coverage.
 
 
-def coverage_of(
-    corpora: Sequence[CorpusCounts], counts: torch.Tensor, must_have: Sequence[int]
-) -> dict[str, dict[int, float]]:
-    """{column: {vocabulary size: share of the corpus that it covers}}, ranked by `counts` [V].
+def coverage_table(corpora: Sequence[CorpusCounts], counts: torch.Tensor, must_have: Sequence[int]) -> str:
+    """What share of each corpus the most frequent tokens cover, ranked by `counts` [V], by size of the vocabulary.
 
     Columns are the blend, if there is one, then each corpus. Sizes are powers of two with room for `must_have`, and the
     target's whole vocabulary.
     """
-    whole, columns = DraftVocab.full(len(counts)), {corpus.source: corpus.counts for corpus in corpora}
+    columns, whole = {corpus.source: corpus.counts for corpus in corpora}, DraftVocab.full(len(counts))
     if sum(corpus.weight is not None for corpus in corpora) > 1:
         columns = {"blend": counts} | columns
-    powers = [1 << exponent for exponent in range((len(counts) - 1).bit_length())]
-    sizes = [*(power for power in powers if power >= len(must_have)), len(counts)]
-    vocabs = {size: cut_vocab(whole, counts, size, must_have) for size in sizes}
-    return {name: {n: covered_share(of, vocab) for n, vocab in vocabs.items()} for name, of in columns.items()}
-
-
-def coverage_table(coverage: dict[str, dict[int, float]]) -> str:
-    """A table of the greatest sizes."""
-    names = [name if len(name) <= NAME_WIDTH else f"..{name[2 - NAME_WIDTH :]}" for name in coverage]
+    names = [name if len(name) <= NAME_WIDTH else f"..{name[2 - NAME_WIDTH :]}" for name in columns]
     lines = ["    tokens" + "".join(f"  {name:>{NAME_WIDTH}}" for name in names)]
-    for size in list(next(iter(coverage.values())))[-SIZES_SHOWN - 1 :]:
-        lines.append(f"{size:>10,}" + "".join(f"  {column[size]:>{NAME_WIDTH}.2%}" for column in coverage.values()))
+    powers = [1 << exponent for exponent in range((len(counts) - 1).bit_length())]
+    for size in [*[power for power in powers if power >= len(must_have)][-SIZES_SHOWN:], len(counts)]:
+        vocab = cut_vocab(whole, counts, size, must_have)
+        lines.append(
+            f"{size:>10,}" + "".join(f"  {covered_share(of, vocab):>{NAME_WIDTH}.2%}" for of in columns.values())
+        )
     return "\n".join(lines)
 
 

@@ -10,21 +10,22 @@ A run that three or more evaluation turns share (COMMON) is a stock phrase and c
 an evaluation conversation that have fewer than 8 words (LATER_TURN_WORDS, "Go on.") are not compared.
 """
 
+import json
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.launch import rank
+from draftsmith.recipes.command.inputs import conversations as written
+from draftsmith.recipes.command.inputs import need
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
-from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.files.lines import json_line
 from draftsmith.recipes.prompts.picture_files import data_url
 from draftsmith.recipes.prompts.picture_parts import pictures_of, with_picture_parts
@@ -35,48 +36,19 @@ from draftsmith.recipes.prompts.sources import records
 from draftsmith.recipes.schema import Recipe, as_list
 
 LeaveOut = Callable[[Conversation], str | None]  # gives the reason to leave a conversation out
+Key = tuple[str, str]  # words and pictures of a user turn, which equal turns share
+Finding = dict[str, Any]  # a line of contamination.jsonl
 
 GRAM = 13
 SHARE = 0.5
 COMMON = 3
 LATER_TURN_WORDS = 8
-MOST = 10_000
+MOST = 10_000  # conversations of a source of eval.prompts, unless eval.max_prompts is more
 SHOWN_CHARACTERS = 120  # of a text, in a finding
 
 # Scripts without spaces: each character is a word.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
-_ASCII_WORD = re.compile("[a-z0-9]+")
-
-
-@dataclass(frozen=True)
-class EvaluationTurn:
-    id: str  # of its conversation
-    benchmark: str
-    source: str
-    text: str  # its beginning
-    grams: int = 0  # distinct runs of words that count
-    pictures: tuple[str, ...] = ()  # as `compared` gives them
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a training conversation shares with the evaluation."""
-
-    reason: str  # "exact" or "overlap"
-    share: float  # of the evaluation turn's runs of words
-    turn: EvaluationTurn
-    text: str  # the training turn's beginning
-
-    def __str__(self) -> str:
-        share = "" if self.reason == "exact" else f" ({self.share:.0%} of its runs of {GRAM} words)"
-        return f"{self.reason}: asks what {self.turn.id} of {self.turn.benchmark} asks{share}"
-
-
-def comparable_words(text: str) -> list[str]:
-    if text.isascii():
-        return _ASCII_WORD.findall(text.lower())
-    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 class EvaluationIndex:
@@ -84,87 +56,68 @@ class EvaluationIndex:
 
     def __init__(self, conversations: Iterable[Conversation]):
         self.conversations = 0
-        self._exact: dict[str, EvaluationTurn] = {}
-        self._turns: list[EvaluationTurn] = []  # those that have runs
-        self._turns_of: dict[int, list[int]] = {}  # hash of a run -> numbers in _turns
+        self._turns: dict[Key, dict[str, str]] = {}  # what a finding says of each
+        keys_of = defaultdict[int, list[Key]](list)  # by hash of a run of words
         for conversation in conversations:
             self.conversations += 1
-            messages, shown = compared(conversation)
-            for number, text in enumerate(user_texts(messages)):
-                words = comparable_words(text)
-                key = _key(words, text, shown)
-                if (number and len(words) < LATER_TURN_WORDS) or key in self._exact:
+            place = {"evaluation_id": conversation.id, "benchmark": str(conversation.meta.get("benchmark", ""))}
+            place["evaluation_source"] = conversation.source
+            for number, (text, words, key) in enumerate(user_turns(conversation)):
+                if (number and len(words) < LATER_TURN_WORDS) or key in self._turns:
                     continue
-                benchmark = str(conversation.meta.get("benchmark", ""))
-                turn = EvaluationTurn(conversation.id, benchmark, conversation.source, _beginning(text), 0, shown)
-                self._exact[key] = turn
-                if len(words) >= GRAM:
-                    for gram in set(_grams(words)):
-                        self._turns_of.setdefault(gram, []).append(len(self._turns))
-                    self._turns.append(turn)
-        self._turns_of = {gram: turns for gram, turns in self._turns_of.items() if len(turns) < COMMON}
-        counts = Counter(turn for turns in self._turns_of.values() for turn in turns)
-        self._turns = [replace(turn, grams=counts[number]) for number, turn in enumerate(self._turns)]
+                self._turns[key] = place | {"evaluation_text": _beginning(text)}
+                for gram in _grams(words):
+                    keys_of[gram].append(key)
+        self._keys_of = {gram: keys for gram, keys in keys_of.items() if len(keys) < COMMON}
+        self._grams = Counter(chain.from_iterable(self._keys_of.values()))
 
     def find(self, conversation: Conversation) -> Finding | None:
-        """The evaluation turn that a conversation shares most with; an equal turn wins.
-
-        The same words about other pictures are another question.
-        """
-        best: Finding | None = None
-        messages, pictures = compared(conversation)
-        for text in user_texts(messages):
-            words = comparable_words(text)
-            if (same := self._exact.get(_key(words, text, pictures))) is not None:
-                return Finding("exact", 1.0, same, _beginning(text))
-            shared = Counter(turn for gram in set(_grams(words)) for turn in self._turns_of.get(gram, ()))
-            for number, count in shared.items():
-                share = count / self._turns[number].grams
-                if self._turns[number].pictures != pictures:
-                    continue
-                if share >= SHARE and (best is None or share > best.share):
-                    best = Finding("overlap", share, self._turns[number], _beginning(text))
-        return best
+        """The evaluation turn that a conversation shares most with; an equal turn wins. "share" is of its runs."""
+        found: list[tuple[float, str, Key, str]] = []
+        for text, words, key in user_turns(conversation):
+            if key in self._turns:
+                found = [(1.0, "exact", key, text)]
+                break
+            shared = Counter(chain.from_iterable(self._keys_of.get(gram, ()) for gram in _grams(words)))
+            shares = {other: count / self._grams[other] for other, count in shared.items() if other[1] == key[1]}
+            found += [(share, "overlap", other, text) for other, share in shares.items() if share >= SHARE]
+        if not found:
+            return None
+        share, reason, key, text = max(found, key=lambda each: each[0])
+        own = {"id": conversation.id, "source": conversation.source, "line": conversation.line}
+        return own | self._turns[key] | {"reason": reason, "share": round(share, 3), "text": _beginning(text)}
 
 
-def user_texts(messages: list[Any]) -> Iterator[str]:
-    """The texts of user turns; skips malformed messages."""
+def user_turns(conversation: Conversation) -> Iterator[tuple[str, list[str], Key]]:
+    """(text, words, key) of each user turn, without placeholders of pictures, however the record names its pictures."""
+    messages, pictures = conversation.messages, list[str]()
+    if conversation.images or conversation.other_parts:
+        try:
+            messages = with_picture_parts(conversation)
+            folder, parts = folder_of(conversation.source), pictures_of(messages)
+            pictures = [part.get("sha256") or picture_digest(part["path"], folder) for part in parts]
+        except (ValueError, KeyError, TypeError, AttributeError):  # malformed: only its like is the same
+            pictures = conversation.pictures
     for message in messages:
         if not isinstance(message, dict) or message.get("role") != "user":
             continue
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = [part.get("text") for part in content if isinstance(part, dict)]
-            content = "".join(part for part in parts if isinstance(part, str))
-        if isinstance(content, str) and content.strip():
-            yield content
+        text = message.get("content")
+        if isinstance(text, list):
+            parts = [part.get("text") for part in text if isinstance(part, dict)]
+            text = "".join(part for part in parts if isinstance(part, str))
+        if isinstance(text, str) and text.strip():
+            words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+            asked = " ".join(words) or "".join(text.split())  # punctuation alone has no words
+            yield text, words, (asked, "\n".join(pictures))
 
 
-def compared(conversation: Conversation) -> tuple[list[Any], tuple[str, ...]]:
-    """(messages without placeholders, digests of the pictures in order), however the record names its pictures."""
-    if not conversation.images and not conversation.other_parts:
-        return conversation.messages, ()
-    try:
-        messages = with_picture_parts(conversation)
-    except (ValueError, KeyError, TypeError, AttributeError):  # malformed: only its like is the same
-        return conversation.messages, tuple(conversation.pictures)
-    folder, parts = folder_of(conversation.source), pictures_of(messages)
-    return messages, tuple(part.get("sha256") or picture_digest(part["path"], folder) for part in parts)
-
-
-def _key(words: list[str], text: str, pictures: Sequence[str]) -> str:
-    asked = " ".join(words) or "".join(text.split())  # punctuation alone has no words
-    return "\n".join([asked, *pictures])
-
-
-def _grams(words: list[str]) -> Iterator[int]:
-    """Hashes of all runs of words."""
-    return map(hash, zip(*(words[start:] for start in range(GRAM)), strict=False))
+def _grams(words: list[str]) -> set[int]:
+    """Hashes of the distinct runs of words."""
+    return set(map(hash, zip(*(words[start:] for start in range(GRAM)), strict=False)))
 
 
 def _beginning(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+    return " ".join(text.split())[:SHOWN_CHARACTERS]
 
 
 # A recipe's check.
@@ -179,16 +132,15 @@ class Check:
 
     def __init__(self, recipe: Recipe, remove: bool):
         self.remove, self._path = remove, recipe.contamination_path
-        self.notes: list[str] = []  # sentences about what was not compared
         self.checked: Counter[str] = Counter()  # conversations by source
-        self.findings: list[dict[str, Any]] = []
+        self.findings: list[Finding] = []
+        self.notes: list[str] = []  # sentences about what was not compared
         unread: list[str] = []
         self.index = EvaluationIndex(self._evaluation(recipe, unread))
         if unread and remove:
-            advice = (
-                "data.contamination: remove needs all of them: fetch them, name files, or set data.contamination=list"
-            )
-            raise UserError([*unread, advice])
+            wanted = "data.contamination: remove needs all of them: fetch them, name files"
+            raise UserError([*unread, f"{wanted}, or set data.contamination=list"])
+        self.notes += [f"note: {problem}" for problem in unread]
 
     def _evaluation(self, recipe: Recipe, unread: list[str]) -> Iterator[Conversation]:
         limit = max(MOST, recipe.eval.max_prompts or 0)
@@ -200,85 +152,64 @@ class Check:
                     yield conversation
             except UserError as error:
                 unread.append(f"no contamination check against eval.prompts: {error.problems[0]}")
-                self.notes.append(f"note: {unread[-1]}")
             if count == limit:
-                self.notes.append(
-                    f"note: contamination was checked against the first {limit:,} conversations of {source}"
-                )
+                first = f"the first {limit:,} conversations of {source}"
+                self.notes.append(f"note: contamination was checked against {first}")
 
     def look(self, conversation: Conversation) -> str | None:
         """Records a match. Returns the reason to leave the conversation out if matches are removed, else None."""
         self.checked[conversation.source] += 1
-        finding = self.index.find(conversation)
-        if finding is None:
+        if (finding := self.index.find(conversation)) is None:
             return None
-        self.findings.append(
-            {
-                "id": conversation.id,
-                "source": conversation.source,
-                "line": conversation.line,
-                "evaluation_id": finding.turn.id,
-                "benchmark": finding.turn.benchmark,
-                "evaluation_source": finding.turn.source,
-                "reason": finding.reason,
-                "share": round(finding.share, 3),
-                "text": finding.text,
-                "evaluation_text": finding.turn.text,
-            }
-        )
-        return f"contaminated: {finding}" if self.remove else None
+        self.findings.append(finding)
+        share = f" ({finding['share']:.0%} of its runs of {GRAM} words)" if finding["reason"] == "overlap" else ""
+        asks = f"{finding['reason']}: asks what {finding['evaluation_id']} of {finding['benchmark']} asks{share}"
+        return f"contaminated: {asks}" if self.remove else None
 
     def report(self, write: bool = True) -> None:
-        """Prints a summary line and lists the matches in the recipe's contamination_path."""
+        """Prints a summary, and lists the matches in the recipe's contamination_path beside those of other sources.
+
+        Raises UserError if that is a foreign file.
+        """
         if write:
             self._write()
-        print("\n".join([*self.notes, f"contamination: {self._summary(write)}"]))
-
-    def _summary(self, written: bool) -> str:
-        checked, found = self.checked.total(), len(self.findings)
-        if not self.index.conversations:
-            return "nothing was compared: no conversation of eval.prompts could be read"
-        asked = f"{self.index.conversations:,} evaluation conversations"
-        if not found:
-            return f"compared {checked:,} training conversations with {asked}: none ask the same"
-        reasons = Counter(finding["reason"] for finding in self.findings)
-        benchmarks = Counter(finding["benchmark"] for finding in self.findings)
-        kinds = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
-        places = ", ".join(f"{name} {count:,}" for name, count in benchmarks.most_common())
-        done = "left out" if self.remove else "kept (data.contamination: remove leaves them out)"
-        listed = f"; listed in {self._path}" if written else ""
-        return (
-            f"{found:,} of {checked:,} training conversations ask what {asked} ask ({kinds}; {places}): {done}{listed}"
+        kinds, places = (Counter(each[key] for each in self.findings).most_common() for key in ("reason", "benchmark"))
+        summary = (
+            f"contamination: {len(self.findings):,} of {self.checked.total():,} training conversations ask what "
+            f"{self.index.conversations:,} evaluation conversations ask"
         )
+        if self.findings:
+            counted = ", ".join(f"{count:,} {reason}" for reason, count in kinds)
+            counted += "; " + ", ".join(f"{name} {count:,}" for name, count in places)
+            done = "left out" if self.remove else "kept (data.contamination: remove leaves them out)"
+            summary += f" ({counted}): {done}" + (f"; listed in {self._path}" if write else "")
+        print("\n".join([*self.notes, summary]))
 
     def _write(self) -> None:
-        """Writes the findings and keeps lines about unchecked sources. Raises UserError for a foreign file."""
-        path, lines = self._path, []
+        path = self._path
         try:
-            held = path.read_bytes().splitlines() if path.exists() else []
-            lines += [line + b"\n" for line in held if line and parse_json(line)["source"] not in self.checked]
+            held = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            lines = [line for line in held if json.loads(line)["source"] not in self.checked]
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: not a list of contaminated conversations; move it away") from None
-        lines += map(json_line, self.findings)
-        if lines or path.exists():
-            atomic_write(path, b"".join(lines))
+        if held or self.findings:
+            atomic_write(path, b"".join([*lines, *map(json_line, self.findings)]))
 
 
 def screen(
     recipe: Recipe, conversations: list[Conversation], rejects: Rejects, write: bool = True
 ) -> list[Conversation]:
-    """Checks prompts before they are asked, reports matches, and returns the conversations to ask.
+    """The conversations to ask: all, or, if data.contamination is `remove`, those without a match. Reports matches.
 
     Raises UserError if none is left, or if data.contamination is `remove` and a source of eval.prompts cannot be read.
 
     Args:
-        rejects: receives matching conversations if data.contamination is `remove`.
+        rejects: receives the conversations that are left out.
         write: list the matches in the recipe's contamination_path.
     """
     if recipe.data.contamination == "off" or recipe.eval.prompts is None:
         return conversations
-    check = Check(recipe, recipe.data.contamination == "remove")
-    clean = []
+    check, clean = Check(recipe, recipe.data.contamination == "remove"), []
     for conversation in Bar(conversations, desc="contamination", unit="conversation", leave=False):
         if reason := check.look(conversation):
             rejects.add_conversation(conversation, reason)
@@ -306,11 +237,8 @@ def training_check(recipe: Recipe) -> Check | None:
 
 def left_out_of_training(recipe: Recipe) -> LeaveOut | None:
     """Training's argument of `training_rows`. It leaves out what rank_vocab left out and reported."""
-    if recipe.data.contamination != "remove" or (check := training_check(recipe)) is None:
-        return None
-    if check.notes and rank() == 0:
-        print("\n".join(check.notes))
-    return check.look
+    check = training_check(recipe) if recipe.data.contamination == "remove" else None
+    return check.look if check else None
 
 
 def _from_elsewhere(recipe: Recipe) -> bool:
@@ -321,31 +249,29 @@ def _from_elsewhere(recipe: Recipe) -> bool:
 
 
 def main(command: Command) -> None:
-    recipe = command.recipe
-    prompts = as_list(recipe.data.prompts)
-    file = recipe.conversations_path if _from_elsewhere(recipe) else None
-    if file is not None and not file.exists():
-        raise UserError(
-            f"data.conversations: {file} does not exist; run `draftsmith regenerate` first, or name data.prompts"
-        )
+    recipe, rejects = command.recipe, Rejects()
+    prompts, files = as_list(recipe.data.prompts), [recipe.conversations_path] if _from_elsewhere(recipe) else []
+    if files:
+        need(written(recipe))
     if command.plan:
         plan = PlanLines()
-        plan.line("reads", ", ".join([*prompts, *([str(file)] if file else [])]))
+        plan.line("reads", ", ".join([*prompts, *map(str, files)]))
         plan.line("compares with", ", ".join(as_list(recipe.eval.prompts)))
         plan.writes(recipe.contamination_path)
         return
-    check, rejects = Check(recipe, remove=False), Rejects()
-    with Bar(desc="contamination", unit="conversation", leave=False) as progress:
-        if prompts:
-            for conversation in read_training_prompts(recipe.data, rejects, recipe.data.max_prompts):
-                check.look(conversation)
-                progress.update()
-        for line, record in records(str(file), rejects) if file else ():
-            try:
-                check.look(stored_conversation(record, Path(str(file)), line))
-            except ValueError as error:
-                rejects.add(str(file), line, str(error), record)
-            progress.update()
+    check = Check(recipe, remove=False)
+    asked = read_training_prompts(recipe.data, rejects, recipe.data.max_prompts) if prompts else ()
+    stored = (conversation for file in files for conversation in _stored(file, rejects))
+    for conversation in Bar(chain(asked, stored), desc="contamination", unit="conversation", leave=False):
+        check.look(conversation)
     print(f"compared: {', '.join(f'{count:,} conversations of {name}' for name, count in check.checked.items())}")
     check.report()
     print(rejects.summary())
+
+
+def _stored(file: Path, rejects: Rejects) -> Iterator[Conversation]:
+    for line, record in records(str(file), rejects):
+        try:
+            yield stored_conversation(record, file, line)
+        except ValueError as error:
+            rejects.add(str(file), line, str(error), record)

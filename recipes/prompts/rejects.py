@@ -23,7 +23,7 @@ class Rejects:
     def __init__(self, path: str | Path | None = None):
         self.path = Path(path) if path is not None else None
         self.counts: Counter[str] = Counter()
-        self._first = ""  # place and reason of the first one
+        self._first = self.last = ""  # place and reason
         self._written: set[bytes] = set()  # digests of the file's earlier lines
         self._file: IO[bytes] | None = None
 
@@ -34,7 +34,8 @@ class Rejects:
     def add(self, source: str, line: int | None, reason: str, record: Any) -> None:
         """`line` is the line of a text file or row of a table, from 1; `record` its content, text if unparsed."""
         self.counts[reason.split(":")[0]] += 1
-        self._first = self._first or f"{source}:{line}: {reason}"
+        self.last = f"{source}:{line}: {reason}"
+        self._first = self._first or self.last
         if self.path is None:
             return
         if self._file is None:
