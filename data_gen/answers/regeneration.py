@@ -59,7 +59,6 @@ from draftsmith.recipes.schema import Recipe
 
 RATE_SECONDS = 30.0  # window of the progress bar's tokens per second
 NAMED_AT_MOST = 5  # conversations without an answer that the summary lists
-PLAN_SECONDS = 5.0  # longest wait of --plan for a server
 CUT_SHARE = 0.5  # share of cut answers above which the summary gives advice
 
 
@@ -99,7 +98,7 @@ def main(command: Command) -> int:
         print_regeneration_plan(recipe, tokenizer, settings, conversations, read_log(path, generator), rejects)
         if recipe.data.generator.kind == "openai":
             with open_servers(recipe, settings, tokenizer) as servers:
-                print(f"servers        reached, and serving {servers.connect(PLAN_SECONDS)}; nothing was asked")
+                print(f"servers        reached, and serving {servers.connect(ask=False)}; nothing was asked")
         return 0
     with ConversationLog(path, generator) as log, _sigterm_exits():
         todo = not_done(conversations, log.content)
