@@ -133,18 +133,11 @@ def test_the_key_is_not_in_what_servers_say(place: Place, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("ALL_PROXY", "socks5://localhost:1"),
-        ("SSL_CERT_FILE", "/nope"),
-        ("HTTPS_PROXY", "ftp://me:hunter2@x"),
-        ("NO_PROXY", "[::1"),
-    ],
+    ("name", "value"), [("SSL_CERT_FILE", "/nope"), ("HTTPS_PROXY", "ftp://me:hunter2@x"), ("NO_PROXY", "[::1")]
 )
 def test_an_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://localhost:1")
     monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"environment variables .*{name}") as error:
+    with pytest.raises(UserError, match=r"no connection can be set up .* environment variables") as error:
         Client(None, 1.0)
     assert "hunter2" not in str(error.value)
 

@@ -22,8 +22,8 @@ class ChatPrompt(Prompt):
     tools: Sequence[dict[str, Any]] = ()  # function schemas
 
 
-def chat_of(prompt: ChatPrompt) -> dict[str, Any]:
-    """The part of a request that holds the prompt: `messages`, with pictures as data URLs, and `tools`.
+def chat_of(prompt: ChatPrompt, template_args: dict[str, Any]) -> dict[str, Any]:
+    """The part of a request that holds the prompt: `messages`, with pictures as data URLs, `tools`, template variables.
 
     Raises:
         UnusablePicture: a picture is gone or changed.
@@ -39,5 +39,5 @@ def chat_of(prompt: ChatPrompt) -> dict[str, Any]:
         content = message.get("content")
         return message | {"content": [part(each) for each in content]} if isinstance(content, list) else message
 
-    tools = {"tools": list(prompt.tools)} if prompt.tools else {}
-    return {"messages": [sent(message) for message in prompt.messages], **tools}
+    more = {"tools": list(prompt.tools), "chat_template_kwargs": template_args}
+    return {"messages": [sent(message) for message in prompt.messages], **{k: v for k, v in more.items() if v}}

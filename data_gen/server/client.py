@@ -8,18 +8,16 @@ the least loaded server.
 """
 
 import contextlib
-import email.utils
 import json
 import os
 import re
-import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import anyio
 import httpx
 
-from draftsmith.data_gen.server.answers import Failed, Refused, error_text, one_line
+from draftsmith.data_gen.server.answers import Completion, Failed, Refused, error_text, one_line
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.json_text import parse_json
 
@@ -27,10 +25,6 @@ CONNECT_SECONDS = 10.0
 # Largest reply: a constant, plus bytes for each token of prompt and answer (id, text, logprobs).
 REPLY_BYTES, REPLY_BYTES_PER_TOKEN = 2**20, 2**12
 ERROR_BYTES = 2**16  # read from an error's body
-_ENVIRONMENT = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR")
-_TRY_AGAIN = (408, 409, 425, 429)  # and 5xx
-_OF_THE_PROMPT = (400, 413, 422)
-_NO_COMPLETIONS = (404, 405)  # on a POST to /v1/completions or /v1/chat/completions
 # End of messages about servers that lack something.
 NEEDED = (
     "regeneration sends prompts as token ids to /v1/completions, which vLLM, SGLang and llama.cpp take, and prompts "
@@ -38,7 +32,6 @@ NEEDED = (
     "docs/regeneration.md lists what a server needs"
 )
 _PAGE = re.compile(rb"\s*(?:<!--|<!doctype html|<html|<head|<body|<title|<h1|<pre)", re.IGNORECASE)
-_TOO_LONG = re.compile(r"context|too long|longer than|too many tokens|max_model_len|max_tokens|exceed", re.IGNORECASE)
 
 
 class Client:
@@ -62,11 +55,10 @@ class Client:
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
             )
         except Exception as error:  # many kinds: httpx reads proxies and certificates from the environment
-            given = [name for name in _ENVIRONMENT if os.environ.get(name) or os.environ.get(name.lower())]
             said = str(error) if isinstance(error, ImportError | OSError) else type(error).__name__
             raise UserError(
-                f"data.generator: no connection can be set up with the environment variables {', '.join(given)} "
-                f"({said}): correct or unset them"
+                f"data.generator: no connection can be set up ({said}): correct or unset the environment variables "
+                "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY, SSL_CERT_FILE and SSL_CERT_DIR"
             ) from None
 
     async def models(self, url: str) -> dict[str, int | None]:
@@ -81,8 +73,8 @@ class Client:
                 f"data.generator.base_urls: {url}/models lists no models: is this an OpenAI-compatible server?"
             )
 
-    async def complete(self, url: str, body: dict[str, Any], prompt_tokens: int) -> Any:
-        """The JSON of the reply to a completion or, with `messages` in it, a chat completion.
+    async def complete(self, url: str, body: dict[str, Any], prompt_tokens: int) -> Completion:
+        """The reply to a completion or, with `messages` in it, a chat completion.
 
         Raises Failed, Refused, UserError.
         """
@@ -91,7 +83,7 @@ class Client:
         with self.translated():
             content = await self._request(url, "POST", endpoint, self._seconds, most, body)
             try:
-                return parse_json(content)
+                return Completion.of(parse_json(content))
             except ValueError as error:
                 raise Failed(f"the reply is not JSON ({error}): {_text_of(content)}") from None
 
@@ -134,14 +126,14 @@ class Client:
         except ValueError:
             words = _text_of(content)
         said = f"{status}: {words or one_line(reply.reason_phrase)}"
-        if status in _TRY_AGAIN or status >= 500:
+        if status in (408, 409, 425, 429) or status >= 500:
             raise Failed(said, busy=status == 429, pause=_retry_after(reply))
-        if asked and status in _OF_THE_PROMPT:
-            raise Refused(f"longer than the server takes: {said}" if _TOO_LONG.search(said) else f"refused: {said}")
+        if asked and status in (400, 413, 422):
+            raise Refused(f"refused: {said}")
         advice = "is this the URL of an OpenAI-compatible server, up to /v1?"
         if status < 400:  # one of several servers may be moving
             raise Failed(f"{said}; {advice}")
-        if asked and status in _NO_COMPLETIONS:
+        if asked and status in (404, 405):
             if "model" not in words.lower():
                 raise UserError(f"data.generator.base_urls: {url} has no /v1{endpoint} ({said}): {NEEDED}")
             advice = "does it still serve data.generator.served_model?"
@@ -177,13 +169,11 @@ def _text_of(content: bytes) -> str:
 
 
 def _retry_after(reply: httpx.Response) -> float:
-    """Seconds to wait before the next request, or 0 if the server gives none."""
-    value = reply.headers.get("retry-after", "").strip()
-    with contextlib.suppress(ValueError):
-        return max(0.0, float(value))
-    with contextlib.suppress(ValueError, TypeError):
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    return 0.0
+    """Seconds to wait before the next request, or 0 if the server gives none. A date is ignored."""
+    try:
+        return max(0.0, float(reply.headers.get("retry-after", "")))
+    except ValueError:
+        return 0.0
 
 
 def _api_key(variable: str | None) -> str | None:

@@ -110,10 +110,9 @@ class Servers:
         self._thread.join()
 
     async def _serve(self, ready: "Future[BlockingPortal]") -> None:
-        async with self._client.http, anyio.create_task_group() as self._looks, BlockingPortal() as portal:
+        async with self._client.http, BlockingPortal() as portal, anyio.create_task_group() as self._looks:
             ready.set_result(portal)
             await portal.sleep_until_stopped()
-            self._looks.cancel_scope.cancel()
 
     def __call__(self, prompts: Iterator[Asked | None]) -> Iterator[GeneratedAnswer | Unanswered | None]:
         """Answers of the connected servers, as they arrive, with at most `concurrency` requests at a time.
@@ -332,9 +331,7 @@ class Servers:
         if server.ids_by_logprobs:
             # 0 would do for vLLM; llama.cpp gives nothing for it. Chats have a switch.
             body = body | {"logprobs": True if "messages" in body else 1, "return_tokens_as_token_ids": True}
-        reply = await self._client.complete(server.url, body, len(prompt))
-        with self._client.translated():
-            return Completion.of(reply)
+        return await self._client.complete(server.url, body, len(prompt))
 
     def _body(self, key: Hashable, prompt: Sequence[int], limit: int) -> dict[str, Any]:
         """The request. It sets every parameter: servers ignore unknown ones and fill missing ones with defaults.
@@ -344,12 +341,9 @@ class Servers:
         """
         settings = self._settings
         digest = hashlib.sha256(repr((settings.seed, key)).encode()).digest()
-        asked = chat_of(prompt) if isinstance(prompt, ChatPrompt) else {"prompt": list(prompt)}
-        if "messages" in asked and self._template_args:
-            asked["chat_template_kwargs"] = self._template_args
         return {
             "model": self.model,
-            **asked,
+            **(chat_of(prompt, self._template_args) if isinstance(prompt, ChatPrompt) else {"prompt": list(prompt)}),
             "max_tokens": limit,
             "temperature": settings.sampling.temperature,
             "top_p": settings.sampling.top_p,
