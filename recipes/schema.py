@@ -218,14 +218,8 @@ class GeneratorSection(Section):
     """The target's name on the servers. None: the only one that `/v1/models` lists."""
     concurrency: Size = 64
     """Simultaneous requests, over all servers."""
-    stream: bool = False
-    """Receive answers token by token, to show progress and to notice a dead server sooner."""
     timeout_seconds: Seconds = 600.0
-    """Longest wait for a whole answer (with `stream`, for its next token) before the request is repeated."""
-    max_retries: CountOrZero = 8
-    """Retries of one request, with growing pauses, before this run gives up its conversation."""
-    give_up_seconds: Seconds = 900.0
-    """How long all servers may fail before the run stops. The next run continues from the written answers."""
+    """Longest wait for an answer before the request is repeated."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' API key. The key itself is never written anywhere."""
     max_new_tokens: Count = 512

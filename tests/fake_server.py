@@ -52,16 +52,14 @@ class Manners:
         "token_ids"  # how it gives token ids: token_ids, logprobs, content (as llama.cpp), or text for not at all
     )
     strip_stop: bool = False  # from ids and text, and not from the count
-    seconds: float = 0.0  # before it answers, spread over the pieces of a stream
-    tear: float = 0.0  # share of requests whose connection it drops, in the middle of a stream
+    seconds: float = 0.0  # before it answers
+    tear: float = 0.0  # share of requests whose connection it drops, in the middle of the reply
     fail: float = 0.0  # share of requests that it answers with `status`
     status: int = 500
     message: str = "out of order"
     retry_after: str | None = None
     lie: Callable[[Reply], None] | None = None  # changes the reply before it is sent
     lie_to: Callable[[list[int]], bool] = field(default=lambda prompt_ids: True)
-    done: bool = True  # ends streams by [DONE]
-    linger: float = 0.0  # seconds for which it keeps the connection open after that
     raw: bytes | None = None  # a whole response that it gives at first to a prompt of `lie_to`
     raw_always: bytes | None = None  # a whole response that it gives to every prompt, the first trial too
     raw_models: bytes | None = None  # the same for the list of models
@@ -112,11 +110,6 @@ class FakeServer:
         with self.lock:
             return share > 0 and self.chance.random() < share
 
-    def note_answer(self, prompt: tuple[int, ...]) -> None:
-        with self.lock:
-            if len(prompt) > 1:
-                self.answered[prompt] += 1
-
     def reply(self, body: Reply) -> Reply:
         """The whole reply to a request, before any lie."""
         prompt_ids, manners = body["prompt"], self.manners
@@ -137,33 +130,6 @@ class FakeServer:
             manners.lie(reply)
         return reply
 
-    def pieces(self, reply: Reply) -> list[Reply]:
-        """The reply as a stream: a piece per token (per character without ids), the reason, the usage."""
-        choice = reply["choices"][0]
-        ids, logprobs, text = choice.get("token_ids"), choice.get("logprobs") or {}, choice["text"]
-        ((kind, tokens),) = logprobs.items() or [("tokens", None)]
-        known = bool(ids) and all(0 <= i < len(self.tokenizer) for i in ids or ())
-        whole = not known or self.tokenizer.decode(ids) != text
-        pieces: list[Reply] = []
-        said = 0
-        for i in range(len(ids or tokens or text)):
-            piece: Reply = {"text": text[i : i + 1]}
-            if ids or tokens:
-                piece = {"text": text if i == len(ids or tokens or ()) - 1 else ""}
-            if ids and not whole:
-                so_far = str(self.tokenizer.decode(ids[: i + 1]))
-                # A character of several tokens comes with its last one.
-                piece = {"text": "" if so_far.endswith("\ufffd") and i < len(ids) - 1 else so_far[said:]}
-                said += len(piece["text"])
-            if ids:
-                piece["token_ids"] = ids[i : i + 1]
-            elif tokens:
-                piece["logprobs"] = {kind: tokens[i : i + 1]}
-            pieces.append({"choices": [{"index": 0, "finish_reason": None, **piece}]})
-        end = {"index": 0, "text": "", "finish_reason": choice["finish_reason"]}
-        end |= {key: choice[key] for key in ("stop_reason", "prompt_token_ids") if key in choice}
-        return [*pieces, {"choices": [end]}, {"choices": [], "usage": reply["usage"]}]
-
 
 def spoken(reply: Reply, body: Reply) -> Reply:
     """The reply as vLLM gives it to a chat completion, if the request is one."""
@@ -172,7 +138,7 @@ def spoken(reply: Reply, body: Reply) -> Reply:
     choices, beside = [], {}
     for choice in reply["choices"]:
         said = {key: value for key, value in choice.items() if key not in ("text", "prompt_token_ids")}
-        said["delta" if body["stream"] else "message"] = {"role": "assistant", "content": choice["text"]}
+        said["message"] = {"role": "assistant", "content": choice["text"]}
         if tokens := (choice.get("logprobs") or {}).get("tokens"):
             said["logprobs"] = {"content": [{"token": token} for token in tokens]}
         choices.append(said)
@@ -254,51 +220,26 @@ class _Handler(BaseHTTPRequestHandler):
             if not trial and manners.raw is not None and fake.asked[prompt] == 1 and manners.lie_to(body["prompt"]):
                 self._raw(manners.raw)
                 while manners.drip is not None:
-                    self._write(manners.drip.decode())
+                    self.wfile.write(manners.drip)
                     time.sleep(0.02)
             elif not trial and fake.draw(manners.fail):
                 headers = {} if manners.retry_after is None else {"Retry-After": manners.retry_after}
                 self._send(manners.status, {"error": {"message": manners.message}}, headers)
-            elif body["stream"]:
-                self._stream(body, tear=not trial and fake.draw(manners.tear))
             else:
                 time.sleep(0 if trial else manners.seconds)
-                if not trial and fake.draw(manners.tear):
-                    _drop(self.connection)
-                    return
-                self._send(200, spoken(fake.reply(body), body))
-                fake.note_answer(prompt)
+                torn = not trial and fake.draw(manners.tear)
+                self._send(200, spoken(fake.reply(body), body), torn=torn)
+                if not trial and not torn:
+                    with fake.lock:
+                        fake.answered[prompt] += 1
         finally:
             with fake.lock:
                 fake.busy -= 1
-
-    def _stream(self, body: Reply, tear: bool) -> None:
-        fake, manners = self.server.fake, self.server.fake.manners
-        pieces = fake.pieces(fake.reply(body))
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
-        self.end_headers()
-        for number, piece in enumerate(pieces):
-            time.sleep(0 if len(body["prompt"]) == 1 else manners.seconds / len(pieces))
-            if tear and number == len(pieces) // 2:
-                _drop(self.connection)
-                return
-            self._write(f"data: {json.dumps(spoken(piece, body), ensure_ascii=False)}\n\n")
-        if manners.done:
-            self._write("data: [DONE]\n\n")
-            time.sleep(0 if len(body["prompt"]) == 1 else manners.linger)
-        self.close_connection = True
-        fake.note_answer(tuple(body["prompt"]))
 
     def _raw(self, response: bytes) -> None:
         self.wfile.write(response)
         self.wfile.flush()
         self.close_connection = True
-
-    def _write(self, text: str) -> None:
-        self.wfile.write(text.encode())
-        self.wfile.flush()
 
     def _welcome(self) -> bool:
         key = self.server.fake.manners.key
@@ -308,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(401, {"error": {"message": f"wrong key: {self.headers.get('Authorization')}"}})
         return False
 
-    def _send(self, status: int, reply: Reply, headers: dict[str, str] | None = None) -> None:
+    def _send(self, status: int, reply: Reply, headers: dict[str, str] | None = None, torn: bool = False) -> None:
         data = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -316,7 +257,11 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data)
+        if torn:
+            self.wfile.write(data[: len(data) // 2])
+            _drop(self.connection)
+        else:
+            self.wfile.write(data)
 
 
 def response(

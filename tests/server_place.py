@@ -23,13 +23,18 @@ class Place(RegenerationPlace):
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
         target = folder / "target"
-        monkeypatch.setattr(server_generator, "FIRST_PAUSE_SECONDS", 0.01)
-        monkeypatch.setattr(server_generator, "FIRST_LOOK_SECONDS", 0.05)
+        self._monkeypatch = monkeypatch
+        self.change(FIRST_PAUSE_SECONDS=0.01, FIRST_LOOK_SECONDS=0.05)
         config = AutoConfig.for_model("llama", vocab_size=VOCAB_SIZE, eos_token_id=STOP, max_position_embeddings=512)
         config.save_pretrained(target)
         make_tokenizer().save_pretrained(target)
         self.tokenizer = load_tokenizer(TargetSection(model=str(target)))
         super().__init__(folder, target, capsys, {"kind": "openai", "max_new_tokens": LIMIT, "temperature": 0.7})
+
+    def change(self, **constants: float) -> None:
+        """Those of the module that asks servers."""
+        for name, value in constants.items():
+            self._monkeypatch.setattr(server_generator, name, value)
 
     def ask(self, count: int, turns: int = 2) -> None:
         """Conversations of 1 to `turns` user turns."""

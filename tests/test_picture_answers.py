@@ -225,7 +225,7 @@ def server_of(place: Place, **manners: Any) -> FakeServer:
 
 
 def openai(server: FakeServer, **more: Any) -> list[str]:
-    words = {"kind": "openai", "base_urls": [server.url], "max_retries": 2} | more
+    words = {"kind": "openai", "base_urls": [server.url]} | more
     return [f"data.generator.{key}={json.dumps(value)}" for key, value in words.items()]
 
 
@@ -235,14 +235,13 @@ def images_of(body: dict[str, Any]) -> list[Image.Image]:
     return [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("ids", ["token_ids", "logprobs", "content", "text"])
-def test_servers_get_pictures_as_messages(served: Place, ids: str, stream: bool) -> None:
+def test_servers_get_pictures_as_messages(served: Place, ids: str) -> None:
     place = served
     place.write_prompts(*some_prompts(place))
     with server_of(place, ids=ids) as server:
-        place.run(*openai(server, stream=stream))
-        place.run(*openai(server, stream=stream))  # asks nothing again
+        place.run(*openai(server))
+        place.run(*openai(server))  # asks nothing again
         assert max(server.asked.values()) <= 2  # two prompts differ in their pictures alone
         for body in server.bodies:
             assert "messages" in body or body["prompt"].count(PLACEHOLDER) == 0
@@ -331,7 +330,7 @@ def test_a_refused_picture_is_a_reject_and_failures_are_asked_again(served: Plac
         place.run(*openai(server))
     assert all("At most 0 image(s)" in reason for reason in place.reasons().values())
     with server_of(place, fail=0.3, tear=0.2) as server:
-        place.run(*openai(server, stream=True, max_retries=20))
+        place.run(*openai(server))
     assert len(place.by_id()) == 6
 
 

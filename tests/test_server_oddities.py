@@ -2,17 +2,15 @@
 
 import json
 import threading
-import time
 from typing import Any
 
 import pytest
 
 from draftsmith.data_gen.server import client as server_client
-from draftsmith.data_gen.server import generator as server_generator
 from draftsmith.data_gen.server.client import Client
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.server_urls import normalised_urls
-from tests.fake_server import FakeServer, Reply, response
+from tests.fake_server import FakeServer, response
 from tests.server_place import Place
 from tests.server_place import place as place
 
@@ -34,7 +32,7 @@ ODD = {
     "a number of 5,000 digits": (response(b"9" * 5000), "the reply is not JSON"),
     "a reason that is not text": (
         completion(finish_reason={"type": "stop"}),
-        "finish_reason of the reply is not a string",
+        "the finish_reason of the reply is not a string",
     ),
     "moved": (response(b"gone elsewhere", 302), "302: gone elsewhere"),
     "accepted": (response(b"later", 202), "202: later"),
@@ -47,7 +45,7 @@ def test_odd_replies_cost_a_try(place: Place, name: str) -> None:
     place.ask(6, turns=1)
     raw, message = ODD[name]
     with FakeServer(place.tokenizer, raw=raw) as odd, FakeServer(place.tokenizer) as other:
-        place.use(odd, other, max_retries=20)
+        place.use(odd, other)
         printed = place.run()
     if name == "an id of 5,000 digits":  # no id at all: the text counts
         assert len(place.records()) == 6
@@ -62,7 +60,7 @@ def test_odd_lists_of_models(place: Place) -> None:
     for raw, problem in (
         (response(DEEP), "lists no models"),
         (response(b'{"data": [{"id": "\\ud800"}]}'), "lists no models"),
-        (response(b"garbage", headers="Content-Encoding: gzip"), "no server can be reached"),
+        (response(b"garbage", headers="Content-Encoding: gzip"), "no server can be used"),
     ):
         with FakeServer(place.tokenizer, raw_models=raw) as server:
             place.use(server)
@@ -70,77 +68,30 @@ def test_odd_lists_of_models(place: Place) -> None:
         assert problem in problems[-1]
 
 
-@pytest.mark.parametrize(
-    ("stream", "drip"), [(False, b" "), (True, b": ping\n\n"), (True, b'data: {"choices": []}\n\n')]
-)
-def test_bytes_alone_are_no_progress(place: Place, stream: bool, drip: bytes) -> None:
+def test_bytes_alone_are_no_progress(place: Place) -> None:
     place.ask(2, turns=1)
-    raw = response(b"", headers="Content-Type: text/event-stream", whole=False)
-    with FakeServer(place.tokenizer, raw=raw, drip=drip) as server:
-        place.use(server, stream=stream, timeout_seconds=0.4, max_retries=30)
-        started = time.monotonic()
-        printed = place.run()
-    place.check()
-    assert "no answer within 0.4 seconds" in printed and time.monotonic() - started < 20
-
-
-def test_tokens_are_progress(place: Place) -> None:
-    place.ask(2, turns=1)
-    with FakeServer(place.tokenizer, seconds=1.5) as server:
-        place.use(server, stream=True, timeout_seconds=1.0)
-        assert "0 failed tries" in place.run()
+    with FakeServer(place.tokenizer, raw=response(b"", whole=False), drip=b" ") as server:
+        place.use(server, timeout_seconds=0.4)
+        assert "no answer within 0.4 seconds" in place.run()
     place.check()
 
 
-@pytest.mark.parametrize(
-    ("stream", "drip", "message"),
-    [
-        (False, b" " * 2**16, "a reply of more than"),
-        (True, b"x" * 2**16, "a reply of more than"),
-        (True, b'data: {"choices": [{"token_ids": [7]}]}\n\n', "25 tokens where at most 24 were asked for"),
-        (True, b'data: {"choices": [{"text": "a"}]}\n\n', "97 pieces where at most 24 tokens were asked for"),
-        (True, b'data: {"choices": [{"text": "a", "finish_reason": "stop"}]}\n\n', "continues after its finish_reason"),
-    ],
-)
-def test_replies_without_end_are_left(
-    place: Place, monkeypatch: pytest.MonkeyPatch, stream: bool, drip: bytes, message: str
-) -> None:
+def test_a_reply_without_end_is_left(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_client, "REPLY_BYTES", 2**18)
     place.ask(2, turns=1)
-    raw = response(b"", headers="Content-Type: text/event-stream", whole=False)
-    with FakeServer(place.tokenizer, raw=raw, drip=drip) as server:
-        place.use(server, stream=stream, max_retries=30)
-        assert message in place.run()
+    with FakeServer(place.tokenizer, raw=response(b"", whole=False), drip=b" " * 2**16) as server:
+        place.use(server)
+        assert "a reply of more than" in place.run()
     place.check()
 
 
-def test_what_follows_the_end_of_a_stream_is_not_waited_for(place: Place) -> None:
-    place.ask(3, turns=1)
-    with FakeServer(place.tokenizer, linger=20) as server:
-        place.use(server, stream=True, timeout_seconds=5)
-        started = time.monotonic()
-        assert "0 failed tries" in place.run()
-        assert time.monotonic() - started < 5
-    place.check()
-
-
-def test_plain_json_where_a_stream_was_asked_for_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.ask(1)
-    with FakeServer(place.tokenizer) as server:
-        monkeypatch.setattr(server, "pieces", lambda reply: [])
-        server.manners.done = False
-        place.use(server, stream=True)
-        problems, _ = place.fails()
-    assert "it does not stream: set data.generator.stream=false" in problems[0]
-
-
-def test_a_silent_server_does_not_keep_the_others_waiting(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_generator, "TRIAL_SECONDS", 0.3)
+def test_a_silent_server_does_not_keep_the_others_waiting(place: Place) -> None:
+    place.change(TRIAL_SECONDS=0.3)
     place.ask(10)
     mute = threading.Event()
     with FakeServer(place.tokenizer, mute=mute) as silent, FakeServer(place.tokenizer) as other:
         place.use(silent, other)
-        assert f"note: {silent.url} is set aside for now: no answer of one token within 0.3" in place.run()
+        assert f"note: {silent.url} is set aside for now: no answer within 0.3" in place.run()
         place.check()
         # Alone, it is waited for.
         place.path.unlink()
@@ -148,19 +99,6 @@ def test_a_silent_server_does_not_keep_the_others_waiting(place: Place, monkeypa
         place.use(silent)
         assert f"note: waiting for a first answer of {silent.url}" in place.run()
     place.check()
-
-
-def test_another_name_in_the_reply_is_said(place: Place) -> None:
-    def rename(reply: Reply) -> None:
-        reply["model"] = "/models/other"
-
-    place.ask(2)
-    with FakeServer(place.tokenizer, lie=rename) as server:
-        place.use(server)
-        assert "was asked for fake and says that it is /models/other" in place.run()
-        server.manners.lie = None
-        place.path.unlink()
-        assert "says that it is" not in place.run()
 
 
 # The key.
@@ -183,7 +121,8 @@ def test_the_key_is_not_in_what_servers_say(place: Place, monkeypatch: pytest.Mo
     place.ask(8, turns=3)
     with FakeServer(place.tokenizer, key="sk-verysecret", raw=raw) as server:
         server.manners.lie_to = lambda ids: sum(ids) % 2 == 0
-        place.use(server, api_key_env="MY_KEY", max_retries=1)
+        place.use(server, api_key_env="MY_KEY")
+        place.change(TRIES=2)
         printed = place.run()
         assert server.asked.total() > server.answered.total()
     written = place.path.read_text() + (place.rejects.read_text() if place.rejects.exists() else "")
@@ -194,18 +133,11 @@ def test_the_key_is_not_in_what_servers_say(place: Place, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("ALL_PROXY", "socks5://localhost:1"),
-        ("SSL_CERT_FILE", "/nope"),
-        ("HTTPS_PROXY", "ftp://me:hunter2@x"),
-        ("NO_PROXY", "[::1"),
-    ],
+    ("name", "value"), [("SSL_CERT_FILE", "/nope"), ("HTTPS_PROXY", "ftp://me:hunter2@x"), ("NO_PROXY", "[::1")]
 )
 def test_an_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://localhost:1")
     monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"environment variables .*{name}") as error:
+    with pytest.raises(UserError, match=r"no connection can be set up .* environment variables") as error:
         Client(None, 1.0)
     assert "hunter2" not in str(error.value)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.server.answers import BadAnswer, Completion, Refused, Vocabulary, read_answer
+from draftsmith.data_gen.server.answers import Completion, Failed, Refused, Vocabulary, read_answer
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.server_urls import normalised_urls
 from tests.crash import CAN_FORK, CrashLab, Ending
@@ -50,7 +50,7 @@ def test_keys_are_used_and_never_shown(place: Place, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("manners", "generator", "problem"),
     [
-        ({"model": "other"}, {"served_model": "mine"}, r"does not serve 'mine'; it serves other"),
+        ({"model": "other"}, {"served_model": "mine"}, r"serves other, not mine"),
         ({"max_model_len": 128}, {}, r"serves at most 128 tokens .* rows have up to 200"),
         ({"status": 404, "fail": 1.0}, {}, r"/v1 has no /v1/completions \(404: out of order\)"),
         ({"status": 403, "fail": 1.0}, {}, r"/v1 says 403"),
@@ -72,7 +72,7 @@ def test_names_of_the_model(place: Place) -> None:
     with FakeServer(place.tokenizer, model="a") as one, FakeServer(place.tokenizer, model="b") as two:
         place.use(one, two)
         problems, _ = place.fails()
-        assert problems[:2] == [f"{one.url} serves a", f"{two.url} serves b"] and "name the one" in problems[2]
+        assert len(problems) == 1 and ("serves a, not b" in problems[0] or "serves b, not a" in problems[0])
         place.use(one)
         place.run()
         assert {record["generator"]["served_model"] for record in place.check()} == {"a"}
@@ -111,7 +111,8 @@ def test_servers_that_lack_what_is_needed_are_told_by_one_error(place: Place, ra
 def test_nothing_answered_is_an_error_alone(place: Place) -> None:
     place.ask(2)
     with FakeServer(place.tokenizer, fail=1.0) as server:
-        place.use(server, max_retries=1)
+        place.use(server)
+        place.change(TRIES=2)
         problems, printed = place.fails()
     pattern = r"data\.generator: none of 2 conversations was answered; q\d: 500: out of order \(after 2 tries\)"
     assert len(problems) == 1 and re.fullmatch(pattern, problems[0]) and printed == ""
@@ -146,7 +147,7 @@ def test_a_file_belongs_to_one_kind_of_writer(place: Place) -> None:
         assert record["kind"] == "openai" and one.url not in json.dumps(record) and "concurrency" not in record
         # Elsewhere and otherwise asked, it is the same.
         place.ask(8)
-        place.use(two, concurrency=1, stream=True)
+        place.use(two, concurrency=1)
         assert "4 of 8 conversations are done" in place.run()
     place.check()
     assert not set(one.asked) & set(two.asked)
@@ -162,7 +163,7 @@ def test_plan_reaches_the_servers_and_asks_nothing(place: Place) -> None:
         assert "7 requests at a time over 1 servers" in printed and "serving fake; nothing was asked" in printed
         assert "6 conversations, 9 answers" in printed
     assert not server.asked and not place.out.exists()
-    with pytest.raises(UserError, match="no server can be reached"):
+    with pytest.raises(UserError, match="no server can be used"):
         place.run("--plan")
 
 
@@ -183,9 +184,9 @@ def test_stop_tokens_that_servers_strip(tokenizer: PreTrainedTokenizerBase) -> N
     # The target may end its turn at once.
     assert read(tokenizer, finish_reason="stop", completion_tokens=1) == ([STOP], "stop", True)
     assert read(tokenizer, finish_reason="stop", token_ids=[9], completion_tokens=1) == ([9], "stop", False)
-    with pytest.raises(BadAnswer, match="7 tokens, the stop token included"):
+    with pytest.raises(Failed, match="7 tokens, the stop token included"):
         read(tokenizer, finish_reason="stop", token_ids=[7] * 6)
-    with pytest.raises(BadAnswer, match="stopped at 77"):
+    with pytest.raises(Failed, match="stopped at 77"):
         read(tokenizer, **told, token_ids=word, stopped_at=77)
 
 
@@ -200,7 +201,7 @@ def test_blanks_and_broken_characters_are_no_difference(tokenizer: PreTrainedTok
     word = tokenizer("caf\u00e9", add_special_tokens=False)["input_ids"]
     assert read(tokenizer, text=" caf", token_ids=word[:-1], finish_reason="length") == (word[:-1], "length", False)
     assert read(tokenizer, text="caf\u00e9<|end|>", token_ids=[*word, STOP], finish_reason="stop")[1] == "stop"
-    with pytest.raises(BadAnswer, match="another model"):
+    with pytest.raises(Failed, match="another model"):
         read(tokenizer, text="tea", token_ids=word, finish_reason="length")
     with pytest.raises(Refused, match="finish_reason content_filter"):
         read(tokenizer, text="caf", finish_reason="content_filter")
@@ -208,8 +209,8 @@ def test_blanks_and_broken_characters_are_no_difference(tokenizer: PreTrainedTok
 
 @pytest.mark.parametrize("body", [[], {}, {"choices": [{}, {}]}, {"choices": 3}, {"error": {"message": "x"}}, "x"])
 def test_replies_that_are_none(body: Any) -> None:
-    with pytest.raises(BadAnswer):
-        Completion().add(body)
+    with pytest.raises(Failed):
+        Completion.of(body)
 
 
 # Kills.
@@ -243,14 +244,14 @@ def test_an_interrupt_keeps_what_is_answered(place: Place, lab: CrashLab, name: 
     place.check()
 
 
-def kill_again_and_again(place: Place, lab: CrashLab, wanted: int, stream: bool) -> tuple[int, Counter[str]]:
+def kill_again_and_again(place: Place, lab: CrashLab, wanted: int) -> tuple[int, Counter[str]]:
     """Runs that are killed at drawn moments until they end by themselves: how many, and kills by kind."""
     chance, kills, runs = random.Random(0), Counter[str](), 0
     with (
         FakeServer(place.tokenizer, seconds=0.01, fail=0.05, tear=0.05) as one,
         FakeServer(place.tokenizer, seconds=0.01) as two,
     ):
-        place.use(one, two, concurrency=5, stream=stream)
+        place.use(one, two, concurrency=5)
 
         def run(**how: Any) -> Ending:
             kept = place.path.read_bytes() if place.path.exists() else b""
@@ -277,11 +278,10 @@ def kill_again_and_again(place: Place, lab: CrashLab, wanted: int, stream: bool)
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not CAN_FORK, reason="needs fork")
-@pytest.mark.parametrize("stream", [False, True])
 def test_100_kills_of_regeneration_by_servers_lose_and_repeat_nothing(
-    place: Place, lab: CrashLab, stream: bool, capsys: pytest.CaptureFixture
+    place: Place, lab: CrashLab, capsys: pytest.CaptureFixture
 ) -> None:
     place.ask(100)
     started = time.monotonic()
-    runs, kills = kill_again_and_again(place, lab, 100, stream)
-    told(capsys, f"regeneration by servers, stream {stream}", runs, kills, started)
+    runs, kills = kill_again_and_again(place, lab, 100)
+    told(capsys, "regeneration by servers", runs, kills, started)

@@ -62,7 +62,6 @@ from draftsmith.recipes.schema import Recipe
 
 RATE_SECONDS = 30.0  # window of the progress bar's tokens per second
 NAMED_AT_MOST = 5  # conversations without an answer that the summary lists
-PLAN_SECONDS = 5.0  # longest wait of --plan for a server
 SAMPLED = 500  # conversations whose first prompts are rendered to know their length
 HUB_SAMPLE = 50  # conversations of a hub dataset that a plan fetches
 BYTES_A_TOKEN = 12  # of an answer on disk: its id in JSON, and its text
@@ -107,7 +106,7 @@ def main(command: Command) -> int:
             plan.line("rejected", rejects.summary())
             if recipe.data.generator.kind == "openai":
                 with open_servers(recipe, settings, tokenizer) as servers:
-                    plan.line("servers", f"reached, and serving {servers.connect(PLAN_SECONDS)}; nothing was asked")
+                    plan.line("servers", f"reached, and serving {servers.connect(ask=False)}; nothing was asked")
         return 0
     with ConversationLog(path, generator) as log, _sigterm_exits():
         todo = not_done(conversations, log.content)

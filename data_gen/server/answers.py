@@ -1,12 +1,13 @@
 """Checks a server's reply to one prompt and reads token ids from it.
 
-A reply, whole or in streamed pieces, becomes a `Completion`. `read_answer` returns its token ids as `generators.Writer`
-would: cut behind the first stop token.
+A reply becomes a `Completion`. `read_answer` returns its token ids as `generators.Writer` would: cut behind the first
+stop token.
 
 Servers put token ids into
     choice.token_ids                        vLLM, SGLang: asked for by return_token_ids
     choice.output_token_ids, .output_ids    others
     choice.logprobs.tokens                  vLLM: "token_id:123", asked for by return_tokens_as_token_ids
+    choice.logprobs.content[].token         vLLM, in chat completions: the same
     choice.logprobs.content[].id            llama.cpp: asked for by logprobs=1
 Without any of these, the target's tokenizer makes ids from the text. They may differ from the generated tokens. So it
 does for llama.cpp's answers with a character of several tokens, because llama.cpp gives only the last of these ids.
@@ -29,11 +30,16 @@ _TOKEN_ID = re.compile(r"token_id:(\d{1,9})")
 _LOOSE = re.compile(r"[\s\ufffd]+")
 
 
-class BadAnswer(Exception):
-    """A torn or contradictory answer. Another try may succeed."""
+class Failed(Exception):
+    """A failed try; another one may succeed."""
+
+    def __init__(self, reason: str, unreachable: bool = False, busy: bool = False, pause: float = 0.0):
+        """`pause`: seconds before the next request, as the server asks."""
+        super().__init__(reason)
+        self.unreachable, self.busy, self.pause = unreachable, busy, pause
 
 
-class Unfinished(BadAnswer):
+class Unfinished(Failed):
     """The server did not finish: aborted, or no finish_reason."""
 
 
@@ -53,49 +59,37 @@ class Completion:
     stopped_at: int | str | None = None  # the token or text that ended the answer, if the server names it
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    model: str | None = None  # the model's name in the reply
 
-    def add(self, body: Any) -> int:
-        """Adds a whole reply or the next streamed piece. Returns its number of tokens; without ids, 1 for any text.
-
-        Raises BadAnswer for an error or a malformed reply.
-        """
-        if not isinstance(body, dict):
-            raise BadAnswer("the reply is not a JSON object")
-        if body.get("error"):
-            raise BadAnswer(f"error in the reply: {error_text(body)}")
-        if isinstance(body.get("model"), str):
-            self.model = body["model"]
-        usage = body.get("usage")
-        if isinstance(usage, dict):
-            self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
-            self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
-        choices = body.get("choices")
-        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices) or len(choices) > 1:
-            raise BadAnswer("the reply has no list of one choice")
-        if not choices:  # the piece of a stream that holds the usage
-            return 0
-        choice = choices[0]
-        text, (ids, incomplete) = choice.get("text") or "", _token_ids(choice)
-        self.skips_ids |= incomplete
-        if not isinstance(text, str):
-            raise BadAnswer("the text of the reply is not a string")
-        if self.finish_reason and (text or ids):
-            raise BadAnswer("the reply continues after its finish_reason")
-        self.text += text
-        if ids is not None:
-            self.token_ids = self.token_ids or []
-            self.token_ids += ids
-        if isinstance(choice.get("prompt_token_ids"), list):
-            self.prompt_token_ids = choice["prompt_token_ids"]
+    @classmethod
+    def of(cls, body: Any) -> "Completion":
+        """The reply of a completion or a chat completion. Raises Failed for an error or a malformed reply."""
+        if isinstance(body, dict) and body.get("error"):
+            raise Failed(f"error in the reply: {error_text(body)}")
+        match body:
+            case {"choices": [{"message": {**message}} as choice]}:
+                text, prompt = message.get("content"), body.get("prompt_token_ids")
+                if message.get("reasoning_content") or message.get("reasoning"):
+                    raise Failed("the server takes thoughts out of the text: start it without a reasoning parser")
+            case {"choices": [{**choice}]}:
+                text, prompt = choice.get("text"), choice.get("prompt_token_ids")
+            case _:
+                raise Failed("the reply has no list of one choice")
         reason = choice.get("finish_reason")
-        if reason is not None and not isinstance(reason, str):
-            raise BadAnswer(f"the finish_reason of the reply is not a string: {one_line(repr(reason))}")
-        self.finish_reason = reason or self.finish_reason
-        for key in ("stop_reason", "matched_stop"):  # vLLM, SGLang
-            if choice.get(key) is not None:
-                self.stopped_at = choice[key]
-        return len(ids) if ids is not None else int(bool(text))
+        if not isinstance(text, str | None) or not isinstance(reason, str | None):
+            raise Failed("the text or the finish_reason of the reply is not a string")
+        ids, skips_ids = _token_ids(choice)
+        usage = body["usage"] if isinstance(body.get("usage"), dict) else {}
+        stops = (choice.get("stop_reason"), choice.get("matched_stop"))  # vLLM, SGLang
+        return cls(
+            text=text or "",
+            token_ids=ids,
+            skips_ids=skips_ids,
+            prompt_token_ids=prompt if isinstance(prompt, list) else None,
+            finish_reason=reason,
+            stopped_at=next((stop for stop in stops if stop is not None), None),
+            prompt_tokens=_count(usage.get("prompt_tokens")),
+            completion_tokens=_count(usage.get("completion_tokens")),
+        )
 
 
 @dataclass(frozen=True)
@@ -122,7 +116,7 @@ def read_answer(
 ) -> tuple[list[int], str, bool]:
     """(token ids, "stop" or "length", whether the ids were made from text).
 
-    Raises BadAnswer if the reply contradicts itself, the request or the vocabulary, and Refused if the server ended
+    Raises Failed if the reply contradicts itself, the request or the vocabulary, and Refused if the server ended
     the answer for another reason.
 
     Args:
@@ -133,16 +127,16 @@ def read_answer(
     if said.finish_reason not in ("stop", "length"):
         raise Refused(f"finish_reason {one_line(said.finish_reason)}: the server ended the answer")
     if not is_unicode(said.text):
-        raise BadAnswer("the text of the reply holds half a character")
+        raise Failed("the text of the reply holds half a character")
     if said.prompt_token_ids is not None and not _is_prompt(said.prompt_token_ids, Prompt.of(prompt)):
-        raise BadAnswer(f"it answers another prompt than the {len(prompt)} tokens that it was sent")
+        raise Failed(f"it answers another prompt than the {len(prompt)} tokens that it was sent")
     if said.prompt_tokens is not None and said.prompt_tokens != len(prompt):
-        raise BadAnswer(f"it counts {said.prompt_tokens} prompt tokens and was sent {len(prompt)}")
+        raise Failed(f"it counts {said.prompt_tokens} prompt tokens and was sent {len(prompt)}")
     counted = said.completion_tokens
     if counted is not None and counted > limit:
-        raise BadAnswer(f"it counts {counted} tokens where at most {limit} were asked for")
+        raise Failed(f"it counts {counted} tokens where at most {limit} were asked for")
     if not said.text and not said.token_ids and not (said.finish_reason == "stop" and counted == 1):
-        raise BadAnswer("the answer is empty")
+        raise Failed("the answer is empty")
     retokenised = said.token_ids is None or (said.skips_ids and len(said.token_ids) < (counted or 0))
     ids = _made_of_text(said, vocabulary) if retokenised else _given(said, limit, vocabulary)
     end = next((i + 1 for i, token in enumerate(ids) if token in vocabulary.stop_ids), None)
@@ -152,7 +146,7 @@ def read_answer(
     elif reason == "stop":
         ids = [*ids, _stripped_stop(said, len(ids), retokenised, vocabulary)]
     if len(ids) > limit and not retokenised:
-        raise BadAnswer(f"{len(ids)} tokens, the stop token included, where at most {limit} were asked for")
+        raise Failed(f"{len(ids)} tokens, the stop token included, where at most {limit} were asked for")
     # Retokenised text may have more tokens than the target wrote.
     return (ids[:limit], "length", True) if len(ids) > limit else (ids, reason, retokenised)
 
@@ -168,19 +162,19 @@ def _given(said: Completion, limit: int, vocabulary: Vocabulary) -> list[int]:
     ids: list[Any] = said.token_ids or []
     wrong = next((i for i in ids if type(i) is not int or not 0 <= i < vocabulary.size), None)
     if wrong is not None:
-        raise BadAnswer(
+        raise Failed(
             f"token id {one_line(repr(wrong))} is none of the target's {vocabulary.size}: is another model served?"
         )
     if len(ids) > limit:
-        raise BadAnswer(f"{len(ids)} tokens where at most {limit} were asked for")
+        raise Failed(f"{len(ids)} tokens where at most {limit} were asked for")
     stripped = said.finish_reason == "stop" and (not ids or ids[-1] not in vocabulary.stop_ids)
     if said.completion_tokens is not None and said.completion_tokens - len(ids) not in ((0, 1) if stripped else (0,)):
-        raise BadAnswer(f"it counts {said.completion_tokens} tokens and gives {len(ids)}")
+        raise Failed(f"it counts {said.completion_tokens} tokens and gives {len(ids)}")
     if said.text:
         bare = ids[:-1] if ids and ids[-1] in vocabulary.stop_ids else ids
         spellings = (vocabulary.text(ids), vocabulary.text(bare), vocabulary.text(ids, skip_special_tokens=True))
         if _loose(said.text) not in map(_loose, spellings):
-            raise BadAnswer(
+            raise Failed(
                 f"its tokens are {one_line(spellings[0])} for the target's tokenizer, its text is "
                 f"{one_line(said.text)}: is another model served?"
             )
@@ -199,11 +193,11 @@ def _stripped_stop(said: Completion, written: int, retokenised: bool, vocabulary
     if at in vocabulary.stop_ids:
         return int(at)
     if at is not None:
-        raise BadAnswer(
+        raise Failed(
             f"it stopped at {one_line(repr(at))}, which is none of the stop tokens {list(vocabulary.stop_ids)}"
         )
     if not retokenised and said.completion_tokens == written:
-        raise BadAnswer("finish_reason stop, and no stop token among the tokens")
+        raise Failed("finish_reason stop, and no stop token among the tokens")
     return vocabulary.usual_stop
 
 
@@ -222,17 +216,19 @@ def _token_ids(choice: dict[str, Any]) -> tuple[list[Any] | None, bool]:
             return choice[key], False
     logprobs = choice["logprobs"] if isinstance(choice.get("logprobs"), dict) else {}
     tokens, content = logprobs.get("tokens"), logprobs.get("content")
+    if isinstance(content, list) and all(isinstance(item, dict) for item in content):
+        if all("id" in item for item in content):
+            return [item["id"] for item in content], True
+        tokens = [item.get("token") for item in content]
     if isinstance(tokens, list) and tokens:
         matches = [_TOKEN_ID.fullmatch(token) if isinstance(token, str) else None for token in tokens]
         if all(matches):
             return [int(match[1]) for match in matches if match], False
-    if isinstance(content, list) and all(isinstance(item, dict) and "id" in item for item in content):
-        return [item["id"] for item in content], True
     return None, False
 
 
-def _count(value: Any, default: int | None) -> int | None:
-    return value if type(value) is int else default
+def _count(value: Any) -> int | None:
+    return value if type(value) is int else None
 
 
 def _loose(text: str) -> str:

