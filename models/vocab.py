@@ -280,13 +280,10 @@ def blend(parts: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
     shares = [weight / sum(weights) / int(counts.sum()) for (counts, _), weight in zip(parts, weights, strict=True)]
     whole = math.lcm(*(share.denominator for share in shares))
     units = [int(share * whole) for share in shares]  # of 1 / whole, for each time a token was seen
-    blended = torch.zeros(len(parts[0][0]), dtype=torch.int64)
-    seen = torch.stack([counts.cpu() > 0 for counts, _ in parts]).any(dim=0).nonzero().flatten().tolist()
-    columns = [counts.cpu()[seen].tolist() for counts, _ in parts]
+    columns = [counts.tolist() for counts, _ in parts]
     exact = [sum(unit * count for unit, count in zip(units, row, strict=True)) for row in zip(*columns, strict=True)]
-    rounded = [max(1, (2 * BLEND_SCALE * each + whole) // (2 * whole)) for each in exact]
-    blended[seen] = torch.tensor(rounded, dtype=torch.int64)
-    return blended
+    rounded = [max(int(each > 0), (2 * BLEND_SCALE * each + whole) // (2 * whole)) for each in exact]
+    return torch.tensor(rounded, dtype=torch.int64)
 
 
 # Token counts rank the tokens of a cut.
@@ -306,21 +303,10 @@ class CorpusCounts:
     def tokens(self) -> int:
         return int(self.counts.sum())
 
-    @property
-    def distinct(self) -> int:
-        """Number of different tokens."""
-        return int((self.counts > 0).sum())
-
     def facts(self) -> dict[str, str | int | float | None]:
         """All but the counts, for JSON."""
-        return {
-            "source": self.source,
-            "weight": self.weight,
-            "documents": self.documents,
-            "rejected": self.rejected,
-            "tokens": self.tokens,
-            "distinct_tokens": self.distinct,
-        }
+        read = {"documents": self.documents, "rejected": self.rejected, "tokens": self.tokens}
+        return {"source": self.source, "weight": self.weight} | read
 
 
 def save_token_counts(

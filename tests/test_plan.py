@@ -470,7 +470,7 @@ def test_an_export_that_would_be_refused_is_told_before_anything_is_written(comm
     for to, why in (
         (
             "sglang",
-            r"by 5\.65685, and SGLang gives a drafter.*export\.to: .* exported to vllm, speculators",
+            r"SGLang gives a drafter the unscaled table.* by 5\.65685.*export\.to: .* exported to vllm, speculators",
         ),
         ("tensorrt-llm", "TensorRT-LLM embeds by the target's own module"),
     ):

@@ -1,7 +1,6 @@
 """The static automaton of a corpus, behind data_gen/build_sam.py."""
 
 import hashlib
-import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 
 from draftsmith.data_gen.corpus.counts import Tokeniser
 from draftsmith.data_gen.corpus.reader import ANSWERS, bytes_of, check_sources
-from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
+from draftsmith.models.chat import load_config, load_tokenizer
 from draftsmith.models.costs import device_here, gigabytes, plan_memory
 from draftsmith.models.sam import MOST_TOKENS, StaticAutomaton, corpus_tokens
 from draftsmith.models.turn_ends import stop_ids
@@ -21,7 +20,6 @@ from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import RankingSource, Recipe
 
-TRIED = 1000  # look-ups that are timed
 CHARACTERS = 4  # of a token, for the plan
 SORTING_BYTES = 60  # a token at the peak of sorting; 57 measured by tools/bench/sam.py
 
@@ -61,45 +59,31 @@ def print_automaton_plan(recipe: Recipe, vocab_size: int) -> None:
 
 
 def sort_corpus(recipe: Recipe, vocab_size: int) -> None:
-    """Reads, sorts and writes the corpus; prints its size and how fast it is.
+    """Reads, sorts and writes the corpus; prints its size.
 
     Raises:
         UserError: a source is missing or cannot be used, or there is no token.
     """
     sources = sources_of(recipe, look=True)
     tokenizer = load_tokenizer(recipe.target)
-    stops = stop_ids(tokenizer)
-    documents = DistinctDocuments(stops)
+    tokeniser, documents = Tokeniser(tokenizer, vocab_size), DistinctDocuments(stop_ids(tokenizer))
     rejects = Rejects(recipe.sam_path.with_suffix(".rejects.jsonl"))
-    tokeniser, began = Tokeniser(tokenizer, vocab_size), time.monotonic()
     for section in sources:
         for document in tokeniser.documents(section, rejects, "reading"):
             documents.add(document.ids)
-    names = ", ".join(recipe.data.sam.names)
-    if not documents.tokens:
+    names, found = ", ".join(recipe.data.sam.names), [*documents.found.values()]
+    tokens = sum(map(len, found))
+    if not tokens:
         raise UserError(f"data.sam.sources: {names} hold no token; {rejects.summary()}")
-    if documents.tokens + len(documents.found) >= MOST_TOKENS:
-        raise UserError(
-            f"data.sam.sources: {documents.tokens:,} tokens; an automaton holds {MOST_TOKENS:,}. Set max_documents"
-        )
-    read = time.monotonic()
-    with Bar(total=documents.tokens, desc="sorting", unit="token", leave=False):
-        automaton = StaticAutomaton.of_documents(corpus_tokens(documents.found, vocab_size), vocab_size)
-    sorted_at = time.monotonic()
-    facts = {"sources": recipe.data.sam.names, "tokens": documents.tokens, "documents": len(documents.found)}
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    automaton.save(recipe.sam_path, fingerprint, facts)
+    if tokens + len(found) >= MOST_TOKENS:
+        raise UserError(f"data.sam.sources: {tokens:,} tokens; an automaton holds {MOST_TOKENS:,}. Set max_documents")
+    with Bar(total=tokens, desc="sorting", unit="token", leave=False):
+        automaton = StaticAutomaton.of_documents(corpus_tokens(found, vocab_size), vocab_size)
+    facts = {"sources": recipe.data.sam.names, "tokens": tokens, "documents": len(found)}
+    automaton.save(recipe.sam_path, tokeniser.fingerprint, facts)
     print(
-        f"{names}: {documents.tokens:,} tokens in {len(documents.found):,} documents, {documents.repeated:,} repeated "
-        f"ones left out; {rejects.summary()}"
-    )
-    print(
-        f"read in {read - began:.1f} s, sorted in {sorted_at - read:.1f} s "
-        f"({documents.tokens / max(1e-9, sorted_at - read):,.0f} tokens a second)"
-    )
-    print(
-        f"{recipe.sam_path}: {automaton.bytes / documents.tokens:.1f} bytes a token, "
-        f"{1e6 * lookup_seconds(StaticAutomaton.load(recipe.sam_path, fingerprint)):.0f} microseconds a look-up"
+        f"{names}: {tokens:,} tokens in {len(found):,} documents, {documents.repeated:,} repeated ones left out; "
+        f"{rejects.summary()}\n{recipe.sam_path}: {automaton.bytes / tokens:.1f} bytes a token"
     )
 
 
@@ -108,30 +92,13 @@ class DistinctDocuments:
 
     def __init__(self, stop_ids: Collection[int]):
         self.stop_ids = np.array(sorted(stop_ids))
-        self.found: list[np.ndarray] = []
-        self.tokens = self.repeated = 0
-        self._digests: set[bytes] = set()
+        self.found: dict[bytes, np.ndarray] = {}  # by digest
+        self.repeated = 0
 
     def add(self, ids: Sequence[int]) -> None:
         document = np.array(ids, dtype=np.int32)
         for part in np.split(document, np.flatnonzero(np.isin(document, self.stop_ids)) + 1):
-            if not len(part):
-                continue
             digest = hashlib.blake2b(part.tobytes(), digest_size=16).digest()
-            if digest in self._digests:
-                self.repeated += 1
-                continue
-            self._digests.add(digest)
-            self.found.append(part)
-            self.tokens += len(part)
-
-
-def lookup_seconds(automaton: StaticAutomaton) -> float:
-    """Mean seconds to find a context and a draft of 40 tokens, over contexts from the corpus itself with a new end."""
-    chance = np.random.default_rng(0)
-    ends = chance.integers(1, len(automaton.tokens), TRIED)
-    contexts: list[Any] = [automaton.tokens[max(0, end - 64) : end].tolist() for end in ends]
-    began = time.perf_counter()
-    for context in contexts:
-        automaton.continuations(automaton.longest(context), 39, 1, 39)
-    return (time.perf_counter() - began) / TRIED
+            self.repeated += digest in self.found
+            if len(part):
+                self.found.setdefault(digest, part)

@@ -48,7 +48,7 @@ def own_contenders(measured: dict[str, Any]) -> list[str]:
     ]
 
 
-def files_of(source: Source, measured: dict[str, Any] | None) -> dict[str, str | bytes]:
+def measurement_files(source: Source, measured: dict[str, Any] | None) -> dict[str, str | bytes]:
     """What a measurement adds to an export, by file name."""
     if measured is None:
         return {}

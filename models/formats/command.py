@@ -64,7 +64,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     recipe_path = command.recipe_path if recipe is not None else None
     serves = readers(source, engine)
     card = cards.card(source, serves, measured, name, pushed, section.license, recipe_path)
-    export(source, engine, out, dtype, {"README.md": card, **cards.files_of(source, measured)}, target_gguf)
+    export(source, engine, out, dtype, {"README.md": card, **cards.measurement_files(source, measured)}, target_gguf)
     plan.line("wrote", f"{out}: read back, logits equal")
     if len(serves) > 1:
         plan.line("", f"{', '.join(other.title for other in serves[1:])} read the same folder")
