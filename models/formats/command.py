@@ -4,6 +4,7 @@ import sys
 from argparse import Namespace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from draftsmith.models.drafters import kind_text
 from draftsmith.models.formats import card as cards
@@ -33,8 +34,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     Raises:
         UserError: no drafter there, an unknown engine, or one that cannot serve this drafter.
     """
-    section = ExportSection() if recipe is None else recipe.export
-    engine = _engine(command.to or section.to or "vllm")
+    engine = _engine(command.to or (None if recipe is None else recipe.export.to) or "vllm")
     directory, measured_file, out = _places(command, recipe, engine)
     yet_to_train = recipe is not None and not written(directory).exists()
     source = source_to_train(recipe) if recipe is not None and yet_to_train else Source.read(directory)
@@ -52,16 +52,29 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     if command.plan:
         print(f"writes      {out} (not written: this is a plan)")
         return
+    _write(command, recipe, source, engine, measured, out)
+
+
+def _write(
+    command: Command,
+    recipe: Recipe | None,
+    source: Source,
+    engine: ServingEngine,
+    measured: dict[str, Any] | None,
+    out: Path,
+) -> None:
+    """Writes the folder, uploads it if that is asked, and prints how to serve it."""
+    section, recipe_path = (ExportSection(), None) if recipe is None else (recipe.export, command.recipe_path)
     dtype = DTYPES[section.dtype] if section.dtype != "trained" else None
     target_gguf = command.target_gguf
     if command.with_target:
         target_gguf = out / llama_cpp.TARGET
         llama_cpp.convert_target(source, command.with_target, target_gguf, dtype)
         print(f"wrote       {target_gguf}: the target, by {command.with_target}")
-    name, pushed = _name_to_serve(command, engine, out), command.push_to_hub is not None
-    recipe_path = command.recipe_path if recipe is not None else None
-    serves = readers(source, engine)
-    card = cards.card(source, serves, measured, name, pushed, section.license, recipe_path)
+    name, serves = command.push_to_hub or str(out), readers(source, engine)
+    if command.push_to_hub and engine.format == "gguf":
+        name = f"$(hf download {name})"  # llama-server's -md takes a file
+    card = cards.card(source, serves, measured, name, command.push_to_hub is not None, section.license, recipe_path)
     export(source, engine, out, dtype, {"README.md": card, **cards.files_of(source, measured)}, target_gguf)
     print(f"wrote       {out}: read back, logits equal")
     if len(serves) > 1:
@@ -109,13 +122,6 @@ def _check_options(command: Command, source: Source, engine: ServingEngine) -> N
         llama_cpp.check_target_gguf(source, command.with_target, command.target_gguf)
     elif command.with_target or command.target_gguf:
         raise UserError(f"--with-target and --target-gguf: {engine.title} reads no GGUF; they belong to --to llama.cpp")
-
-
-def _name_to_serve(command: Command, engine: ServingEngine, out: Path) -> str:
-    """How serve commands call the folder."""
-    if command.push_to_hub and engine.format == "gguf":
-        return f"$(hf download {command.push_to_hub})"  # llama-server's -md takes a file
-    return command.push_to_hub or str(out)
 
 
 def _engine(name: str) -> ServingEngine:
