@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from draftsmith.models import export as script
 from draftsmith.models.formats import hub as on_hub
-from draftsmith.models.formats.exporting import FILES, Source, able_engines, write_folder
+from draftsmith.models.formats.exporting import FILES
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.recipes.errors import UserError
 from tests.hub_cases import CARD, READER, TOKEN
@@ -22,6 +22,8 @@ from tests.hub_cases import checkpoint as checkpoint
 from tests.hub_cases import hub as hub
 from tests.hub_server import ATTRIBUTES, Fault, HubServer
 from tests.test_export_script import call
+
+EXPORTED = b"---\ntags:\n- draftsmith\n---\n"
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ def test_a_changed_folder_is_one_commit_of_what_changed(
 ) -> None:
     export()
     out, repo = tmp_path / "out", hub.repos["me/drafter"]
-    (out / "README.md").write_text("# A card\n")
+    (out / "README.md").write_bytes(EXPORTED)
     (out / "speculation_profile.json").write_text("{}")
     on_hub.push(out, "me/drafter", True, None, "Measured")
     posted = [json.loads(line) for line in hub.asked[-1].body.splitlines()]
@@ -108,7 +110,7 @@ def test_a_revision_is_a_branch_of_its_own(hub: HubServer, export: Callable[...,
     repo = hub.repos["me/drafter"]
     assert code == 0 and f"{hub.url}/me/drafter/tree/v2/long" in said
     assert len(repo.commits()) == 1 and len(repo.commits("v2/long")) == 2
-    repo.commit("another model", {"config.json": json.dumps(LLAMA).encode()})
+    repo.commit("another model", {"config.json": LLAMA})
     code, said = export("--revision", "v2/long")
     assert code == 0 and "were there already" in said and len(repo.commits("v2/long")) == 2
 
@@ -124,9 +126,7 @@ def test_who_may_see_it(hub: HubServer, export: Callable[..., tuple[int, str]]) 
     assert code == 0 and "note: me/hidden is private and stays so" in said and hub.repos["me/hidden"].private
 
 
-LLAMA = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "attention_bias": False}
-EAGLE = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "bias": True}
-SPECULATORS = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}
+LLAMA = json.dumps({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32}).encode()
 
 
 @pytest.mark.parametrize(
@@ -134,16 +134,9 @@ SPECULATORS = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": 
     [
         ({}, None),
         ({"README.md": CARD}, None),  # made on the website
-        ({"config.json": json.dumps(EAGLE).encode()}, None),
-        ({"config.json": json.dumps(SPECULATORS).encode(), "LICENSE": b"mine"}, None),
-        ({"config.json": b'{"kind": "eagle3", "drafter": {}, "target": {}}'}, None),
-        (
-            {"config.json": json.dumps(LLAMA).encode(), "model.safetensors": b"0"},
-            "a config.json that is not a drafter's",
-        ),
-        ({"config.json": b"{"}, "a config.json that cannot be read"),
-        ({"config.json": b"[]"}, "a config.json that is not a drafter's"),
-        ({"config.json": json.dumps(EAGLE).encode(), "model-1-of-2.safetensors": b"0"}, "model-1-of-2.safetensors"),
+        ({"README.md": EXPORTED, "config.json": LLAMA, "LICENSE": b"mine"}, None),
+        ({"README.md": CARD, "config.json": LLAMA, "model.safetensors": b"0"}, "config.json, model.safetensors"),
+        ({"config.json": LLAMA}, "config.json"),
         ({"README.md": CARD, "train.jsonl": b"{}"}, "train.jsonl"),
     ],
 )
@@ -156,20 +149,8 @@ def test_other_content_is_not_overwritten(
     if why is None:
         assert code == 0 and len(repo.commits()) == len(before) + 1, said
     else:
-        assert code == 2 and f"me/drafter: this repository holds {why}; name another one" in said
+        assert code == 2 and f"me/drafter: this repository holds {why}, and no card of an export; name another" in said
         assert repo.commits() == before and hub.counted("PUT", "") == 0
-
-
-def test_every_export_is_known_as_a_drafters(checkpoint: Path) -> None:
-    """A second push finds the first one's config.json."""
-    source = Source.read(checkpoint)
-    for engine in able_engines(source):
-        if engine.name == "llama.cpp":  # its repository has no config.json
-            continue
-        folder = checkpoint.parent / engine.name
-        folder.mkdir()
-        write_folder(source, engine, folder, None)
-        assert on_hub.is_drafter(json.loads((folder / "config.json").read_text())), engine.name
 
 
 @pytest.mark.parametrize("name", ["drafter", "me/a/b", "me/", "me/a--b", "me/dräfter"])

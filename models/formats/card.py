@@ -16,6 +16,7 @@ from draftsmith.models.formats.exporting import Source
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
 
+TAG = "draftsmith"  # tells exports from other repositories of the Hub
 PICTURE = "acceptance.png"
 KEY = "acceptance_by_position"
 MERGED = "MERGED_TARGET"  # how serve commands name a target that has to be merged with its adapter first
@@ -150,7 +151,7 @@ def card(
             license=license,
             library_name="transformers",
             pipeline_tag="text-generation",
-            tags=["speculative-decoding", shape.kind, "draftsmith"],
+            tags=["speculative-decoding", shape.kind, TAG],
         ),
         template_path=str(Path(__file__).with_name("card.md.jinja")),
         kind=kind_text(shape),

@@ -4,6 +4,7 @@ import sys
 from argparse import Namespace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from draftsmith.models.drafters import kind_text
 from draftsmith.models.formats import card as cards
@@ -34,8 +35,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     Raises:
         UserError: no drafter there, an unknown engine, or one that cannot serve this drafter.
     """
-    section = ExportSection() if recipe is None else recipe.export
-    engine = _engine(command.to or section.to or "vllm")
+    engine = _engine(command.to or (None if recipe is None else recipe.export.to) or "vllm")
     directory, measured_file, out = _places(command, recipe, engine)
     yet_to_train = recipe is not None and not written(directory).exists()
     source = source_to_train(recipe) if recipe is not None and yet_to_train else Source.read(directory)
@@ -54,24 +54,39 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     if command.plan:
         plan.writes(out)
         return
+    _write(command, recipe, source, engine, measured, out)
+
+
+def _write(
+    command: Command,
+    recipe: Recipe | None,
+    source: Source,
+    engine: ServingEngine,
+    measured: dict[str, Any] | None,
+    out: Path,
+) -> None:
+    """Writes the folder, uploads it if that is asked, and prints how to serve it."""
+    lines = PlanLines()
+    section, recipe_path = (ExportSection(), None) if recipe is None else (recipe.export, command.recipe_path)
     dtype = DTYPES[section.dtype] if section.dtype != "trained" else None
     target_gguf = command.target_gguf
     if command.with_target:
         target_gguf = out / llama_cpp.TARGET
         llama_cpp.convert_target(source, command.with_target, target_gguf, dtype)
-        plan.line("wrote", f"{target_gguf}: the target, by {command.with_target}")
-    name, pushed = _name_to_serve(command, engine, out), command.push_to_hub is not None
-    recipe_path = command.recipe_path if recipe is not None else None
-    serves = readers(source, engine)
-    card = cards.card(source, serves, measured, name, pushed, section.license, recipe_path)
-    export(source, engine, out, dtype, {"README.md": card, **cards.measurement_files(source, measured)}, target_gguf)
-    plan.line("wrote", f"{out}: read back, logits equal")
+        lines.line("wrote", f"{target_gguf}: the target, by {command.with_target}")
+    name, serves = command.push_to_hub or str(out), readers(source, engine)
+    if command.push_to_hub and engine.format == "gguf":
+        name = f"$(hf download {name})"  # llama-server's -md takes a file
+    card = cards.card(source, serves, measured, name, command.push_to_hub is not None, section.license, recipe_path)
+    extra = cards.measurement_files(source, measured)
+    export(source, engine, out, dtype, {"README.md": card, **extra}, target_gguf)
+    lines.line("wrote", f"{out}: read back, logits equal")
     if len(serves) > 1:
-        plan.line("", f"{', '.join(other.title for other in serves[1:])} read the same folder")
+        lines.line("", f"{', '.join(other.title for other in serves[1:])} read the same folder")
     if command.push_to_hub:
         message = f"{kind_text(source.shape)} drafter for {source.target_name}, by draftsmith {version('draftsmith')}"
         where = hub.push(out, command.push_to_hub, command.private, command.revision, message)
-        plan.line("uploaded", where)
+        lines.line("uploaded", where)
     if note := cards.before_serving(source, source.target["model"]):
         print(f"note: {note}")
     target = str(target_gguf or cards.served_target(source, source.target["model"]))
@@ -113,13 +128,6 @@ def _check_options(command: Command, source: Source, engine: ServingEngine) -> N
         raise UserError(f"--with-target and --target-gguf: {engine.title} reads no GGUF; they belong to --to llama.cpp")
 
 
-def _name_to_serve(command: Command, engine: ServingEngine, out: Path) -> str:
-    """How serve commands call the folder."""
-    if command.push_to_hub and engine.format == "gguf":
-        return f"$(hf download {command.push_to_hub})"  # llama-server's -md takes a file
-    return command.push_to_hub or str(out)
-
-
 def _engine(name: str) -> ServingEngine:
     if name not in ENGINES:
         raise UserError(f"--to {name}: no engine of that name; one of {', '.join(ENGINES)}")
@@ -144,10 +152,10 @@ def import_main(arguments: Namespace) -> None:
     foreign = importing.read_for(folder, section)
     shape = foreign.shape
     plan = PlanLines()
-    plan.line("drafter", f"{directory}: {kind_text(shape)}, {shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens")
+    lines.line("drafter", f"{directory}: {kind_text(shape)}, {shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens")
     if arguments.plan:
         plan.writes(arguments.out)
         return
     importing.import_drafter(folder, section, arguments.out)
-    plan.line("wrote", str(arguments.out))
+    lines.line("wrote", str(arguments.out))
     print(f"next: draftsmith evaluate your-recipe.yaml eval.drafter={arguments.out}")

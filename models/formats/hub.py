@@ -7,16 +7,14 @@ import re
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from draftsmith.models.checkpoint import FILES as CHECKPOINT_FILES
-from draftsmith.models.formats.engines import ENGINES
+from draftsmith.models.formats.card import TAG
 from draftsmith.models.formats.exporting import FILES as EXPORT_FILES
 from draftsmith.models.formats.folder import BIN, INDEX, SINGLE, weight_files
-from draftsmith.models.formats.speculators import is_speculators
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.hub import SECONDS, first_words, go_offline, refusal, why_unread
-from draftsmith.recipes.files.json_text import parse_json
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, ModelInfo
@@ -51,7 +49,7 @@ def push(folder: Path, repo_id: str, private: bool, revision: str | None, messag
         the address.
 
     Raises:
-        UserError: the repository holds something else than a drafter, or the upload failed. Trying again is safe:
+        UserError: the repository holds something else than an export, or the upload failed. Trying again is safe:
             uploaded weights are not uploaded twice, and nothing is visible before the commit.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -95,34 +93,22 @@ def _repository(api: "HfApi", repo_id: str, private: bool, revision: str | None)
 
 
 def _check_content(api: "HfApi", repo_id: str, there: "ModelInfo", names: set[str]) -> None:
-    """Raises UserError unless the repository is new, an export, or a drafter with one file of weights.
+    """Raises UserError unless the repository is new or holds an export, to judge by the tags of its card.
 
-    Engines would read further weights together with the new config.json. A README.md alone is taken for new: the
-    website makes one.
+    A README.md alone is taken for new: the website makes one.
     """
-    found = sorted(names - {".gitattributes", *EXPORT_FILES})
-    if "config.json" in names:
-        found = [name for name in found if "/" not in name and name.endswith((".safetensors", ".bin", INDEX))]
-        file = api.hf_hub_download(repo_id, "config.json", revision=there.sha)
-        try:
-            if not is_drafter(parse_json(Path(file).read_bytes())):
-                found = ["a config.json that is not a drafter's"]
-        except ValueError:
-            found = ["a config.json that cannot be read"]
-    if found:
+    from huggingface_hub import metadata_load
+
+    if "README.md" in names:
+        about = metadata_load(api.hf_hub_download(repo_id, "README.md", revision=there.sha)) or {}
+        if TAG in (about.get("tags") or ()):
+            return
+    if found := sorted(names - {".gitattributes", "README.md"}):
         what = ", ".join(found[:3])
-        raise UserError(f"{repo_id}: this repository holds {what}; name another one, so that nothing is overwritten")
-
-
-def is_drafter(config: Any) -> bool:
-    """Whether a config.json is a drafter's, ours or in a format that is known here."""
-    if not isinstance(config, dict):
-        return False
-    known = {name for engine in ENGINES.values() for name in engine.architectures.values()}
-    # EAGLE's code calls drafters LlamaForCausalLM, too; but no whole Llama has one of these keys.
-    own_keys = {"bias", "draft_vocab_size"} & config.keys()
-    is_eagle = own_keys and known.intersection(config.get("architectures") or ())
-    return "drafter" in config or is_speculators(config) or bool(is_eagle)
+        raise UserError(
+            f"{repo_id}: this repository holds {what}, and no card of an export; name another one, so that nothing is "
+            "overwritten"
+        )
 
 
 def fetch_drafter(repo_id: str, revision: str | None = None, allow_bin: bool = False) -> Path:

@@ -19,10 +19,9 @@ def main() -> None:
     # As if it was called itself: its own packages are found first.
     sys.argv = [str(Path(checkout) / "convert_hf_to_gguf.py"), *sys.argv[2:]]
     sys.path[0] = checkout
-    if (Path(checkout) / "conversion/base.py").exists():  # older versions are one file
-        text_model = import_module("conversion.base").TextModel
-        known = text_model.get_vocab_base_pre
-        text_model.get_vocab_base_pre = lambda model, tokenizer: _pre_tokenizer(known, model, tokenizer)
+    text_model = import_module("conversion.base").TextModel
+    known = text_model.get_vocab_base_pre
+    text_model.get_vocab_base_pre = lambda model, tokenizer: _pre_tokenizer(known, model, tokenizer)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -23,6 +23,10 @@ LAYER_KEYS = (
     *("head_dim", "hidden_act", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
     *("attention_bias", "mlp_bias", "tie_word_embeddings", "model_type"),
 )
+OWN_KEYS = (
+    *("dtype", "draft_vocab_size", "target_hidden_size", eagle.AUX_IDS),
+    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+)
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:
@@ -43,26 +47,14 @@ def speculators_config(
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": VERSION,
-        "dtype": plain["dtype"],
-        "draft_vocab_size": shape.draft_vocab_size,
-        "target_hidden_size": shape.hidden_size,
-        eagle.AUX_IDS: list(shape.capture_layers),
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": shape.fc_norm,
-        "norm_output": shape.norm_output,
+        **{key: plain[key] for key in OWN_KEYS},
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": 4,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
+                {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1, "accept_tolerance": 0.0}
             ],
             "verifier": {"name_or_path": verifier, "architectures": architectures},
         },
