@@ -152,10 +152,10 @@ def import_main(arguments: Namespace) -> None:
     foreign = importing.read_for(folder, section)
     shape = foreign.shape
     plan = PlanLines()
-    lines.line("drafter", f"{directory}: {kind_text(shape)}, {shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens")
+    plan.line("drafter", f"{directory}: {kind_text(shape)}, {shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens")
     if arguments.plan:
         plan.writes(arguments.out)
         return
     importing.import_drafter(folder, section, arguments.out)
-    lines.line("wrote", str(arguments.out))
+    plan.line("wrote", str(arguments.out))
     print(f"next: draftsmith evaluate your-recipe.yaml eval.drafter={arguments.out}")
