@@ -1,4 +1,4 @@
-"""Draws figures with matplotlib: as SVG pictures for the report, as PNG files for the study.
+"""Draws the report's figures with matplotlib, as SVG pictures.
 
 Colours have roles (`ink`, `grid`, `s1` for the first contender, ...), which the page's style sheet uses, too.
 """
@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -58,14 +57,6 @@ def to_data_url(plot: Plot) -> str:
         file = io.BytesIO()
         plot.draw(COLOURS.__getitem__).savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def write_png(plot: Plot, path: Path) -> None:
-    """The figure as a PNG file with its title on top, twice the page's resolution."""
-    with _style({"figure.facecolor": COLOURS["card"]}):
-        figure = plot.draw(COLOURS.__getitem__)
-        figure.suptitle(plot.title, x=0.02, ha="left", fontsize=13, color=COLOURS["ink"])
-        figure.savefig(path, dpi=144, format="png")
 
 
 @contextmanager
