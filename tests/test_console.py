@@ -364,19 +364,12 @@ def test_a_stage_that_did_not_end_well_is_not_done(stages: Stages, capsys: pytes
 def test_a_plan_goes_through_all_stages_whatever_cannot_work(
     stages: Stages, capsys: pytest.CaptureFixture[str]
 ) -> None:
-<<<<<<< HEAD
     stages.fails["regenerate"] = stages.fails["train"] = lambda: 2
-=======
-    stages.fails.update({"regenerate": lambda: 2, "train": lambda: 2})
->>>>>>> plan-small
     with pytest.raises(SystemExit) as ended:
         stages.run("--plan")
     assert ended.value.code == 2 and stages.called == [f"{stage} --plan" for stage in ALL]
     assert "cannot work as planned: regenerate, train\n" in capsys.readouterr().err
-<<<<<<< HEAD
     stages.fails.clear()
-=======
->>>>>>> plan-small
     stages.fails["rank-vocab"] = lambda: 130  # Ctrl-C
     with pytest.raises(SystemExit) as ended:
         stages.run("--plan")
