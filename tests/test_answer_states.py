@@ -67,6 +67,37 @@ def test_the_store_is_there_when_the_answers_are(
     capture(place, "data.max_length=36", *states_of(place, drafter, dtype=dtype))
 
 
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_kill_among_the_last_deletions_leaves_nothing(
+    place: Workspace, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """Of the rows, of their manifest, of their folder."""
+    place.ask(4)
+    place.run(*states_of(place, name="whole"))
+    killed, folder, calls = states_of(place, name="killed"), place.folder / "killed/written", list[Path]()
+    unlink, rmdir = Path.unlink, Path.rmdir
+
+    def dying(delete: Any) -> Any:
+        def deleting(path: Path, **how: Any) -> None:
+            if folder in (path, path.parent):
+                kind = 3 if path == folder else 2 if path.name == "manifest.json" else 1
+                if kind == call and not calls:
+                    calls.append(path)
+                    raise KeyboardInterrupt
+            delete(path, **how)
+
+        return deleting
+
+    place.path.unlink()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "unlink", dying(unlink))
+        patched.setattr(Path, "rmdir", dying(rmdir))
+        place.run(*killed)
+    assert folder.exists()
+    place.run(*killed)
+    assert_same_store(place.folder / "killed", place.folder / "whole")
+
+
 def test_templates_that_rewrite_history_give_a_row_for_each_turn(place: Workspace) -> None:
     tokenizer = make_tokenizer()
     shown = "{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}"

@@ -31,7 +31,7 @@ from draftsmith.data_gen.states.jobs import (
 from draftsmith.data_gen.states.store import ShardBuffer, StoreManifest, states_length
 from draftsmith.data_gen.states.stored_pictures import PICTURES, save_pictures
 from draftsmith.data_gen.states.stored_target import save_target
-from draftsmith.data_gen.states.written import WrittenRows
+from draftsmith.data_gen.states.written import FOLDER, WrittenRows
 from draftsmith.models.checkpoint import differences
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.guidance import loaded_target
@@ -117,10 +117,14 @@ def complete(recipe: Recipe, target: Target | None = None) -> None:
         target: reads the rows' pictures; None: only a store without pictures is made.
     """
     directory = recipe.states_dir
-    if recipe.data.states is None or not len(WrittenRows(directory)):
+    if recipe.data.states is None or not (directory / FOLDER).exists():
         return
     with alone_in(directory):
-        _complete(recipe, directory, target)
+        written = WrittenRows(directory)
+        if len(written):
+            _complete(recipe, directory, target)
+        elif (manifest := StoreManifest.read(directory)) is not None and manifest.complete:
+            written.drop(but=())  # a kill left its folder
 
 
 def _complete(recipe: Recipe, directory: Path, target: Target | None) -> None:
@@ -129,6 +133,7 @@ def _complete(recipe: Recipe, directory: Path, target: Target | None) -> None:
     if written is None:
         return
     left = [row for row in rows_to_make(job, manifest) if row not in written]
+    clear_leftovers(directory, manifest)
     if left or (target is None and needs_target(job, manifest, directory, written)):
         print(
             f"{directory}: the states of {len(job.rows) - len(left):,} of {len(job.rows):,} rows are stored; "
