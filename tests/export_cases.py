@@ -28,6 +28,7 @@ DRAFTERS: dict[str, tuple[str, str | None, int | None, dict[str, Any]]] = {
     "eagle3, normed output": ("eagle3", None, CUT, {"norm_output": True}),
     "eagle": ("eagle", None, None, {"fc_bias": False}),
     "eagle, biases": ("eagle", None, None, {"attention_bias": True, "num_layers": 2}),
+    "eagle, biased queries": ("eagle", None, None, {"attention_bias": True, "fc_bias": False}),
     "poss": ("poss", "eagle", None, {"positions_per_specialist": 2, "specialists": 2}),
 }
 # Of a target that scales its embeddings, with an epsilon that tells them from others.

@@ -35,6 +35,7 @@ ABLE = {
     "eagle3, normed output": ["vllm", "sglang", "tensorrt-llm", "speculators"],
     "eagle": ["vllm", "sglang", "eagle"],
     "eagle, biases": [],
+    "eagle, biased queries": [],
     "poss": [],
 }
 
@@ -243,42 +244,35 @@ def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
 
 Q = "midlayer.self_attn.q_proj.weight"
 IDS = "eagle_aux_hidden_state_layer_ids"
+# `test_import.HOSTILE` has what the reader refuses in every foreign folder; these read well, as another drafter.
 MUTATIONS: dict[str, tuple[Change, str]] = {
     "a lost tensor": (lambda config, tensors: tensors.pop("norm.weight"), "norm.weight is missing"),
     "a renamed one": (
         lambda config, tensors: tensors.update({"midlayer.norm.weight": tensors.pop("midlayer.hidden_norm.weight")}),
-        "midlayer.norm.weight",
+        "midlayer.norm.weight has no place",
     ),
-    "a transposed one": (tensor(Q, lambda weight: weight.T), r"q_proj.weight is \[64, 32\]"),
     "other weights": (tensor(Q, lambda weight: weight + 0.01), "logits up to"),
-    "an integer weight": (tensor(Q, torch.Tensor.int), "q_proj.weight would be rounded|of type torch.int32"),
+    "swapped norms": (
+        lambda config, tensors: tensors.update(
+            {f"midlayer.{a}.weight": tensors[f"midlayer.{b}.weight"] for a, b in (NORMS[:2], NORMS[1::-1])}
+        ),
+        "logits up to",
+    ),
     "ids for offsets": (tensor("d2t", lambda d2t: d2t + torch.arange(len(d2t))), "d2t must hold|another draft vocab"),
-    "no d2t": (lambda config, tensors: tensors.pop("d2t"), "d2t"),
+    "no d2t": (lambda config, tensors: tensors.pop("d2t"), "there is no d2t"),
     "another rope base": (
         lambda config, tensors: config["rope_parameters"].update(rope_theta=1e6) or config.update(rope_theta=1e6),
         "rope_parameters",
     ),
-    "two rope bases": (keys(rope_theta=1e6), "rope_theta"),
     "another epsilon": (keys(rms_norm_eps=1e-5), "rms_norm_eps"),
-    "a normed residual": (keys(norm_before_residual=True), "norm_before_residual"),
-    "a norm before fc": (inner("eagle_config", norm_before_fc=True), "norm_before_fc"),
     "an output norm": (keys(norm_output=True), "norm_output"),
-    "half a rotation": (inner("rope_parameters", partial_rotary_factor=0.5), "partial"),
-    "half a rotation, above": (keys(partial_rotary_factor=0.5), "partial_rotary_factor"),
-    "two scalings": (keys(rope_scaling={"type": "linear", "factor": 4.0}), "rope_scaling is"),
-    "a bias in the MLP": (keys(mlp_bias=True), "mlp_bias"),
-    "a whole number with a point": (keys(head_dim=16.0), "head_dim"),
-    "true for a number": (keys(num_hidden_layers=True), "num_hidden_layers"),
-    "another state": (lambda config, tensors: config[IDS].append(9.0), IDS),
+    "a norm before fc": (inner("eagle_config", norm_before_fc=True), "norm_before_fc"),
     "a shifted state": (keys(**{IDS: [2, 3, 6]}), "name different states"),
     "shifted states": (
         lambda config, tensors: config.update({IDS: [2, 3, 6]}) or config["eagle_config"].update({IDS: [1, 2, 5]}),
         "capture_layers",
     ),
-    "layers without end": (keys(num_hidden_layers=2**31 - 1), "layers"),
-    "text for a number": (keys(hidden_size="32"), "hidden_size"),
     "another activation": (keys(hidden_act="gelu"), "hidden_act"),
-    "a smaller vocabulary": (keys(draft_vocab_size=100), "d2t"),
 }
 # What our own reader forgives, and vLLM does not.
 OF_VLLM: dict[str, tuple[Change, str]] = {

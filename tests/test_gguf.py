@@ -170,6 +170,7 @@ def test_the_file_reads_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype | No
         rounded = tensor.to(dtype or tensor.dtype).to(tensor.dtype) if tensor.is_floating_point() else tensor
         assert torch.equal(back.tensors[name].to(tensor.dtype), rounded), name
     assert found.config["eagle3.target_layers"] == [2, 4, 5]
+    assert found.config["eagle3.norm_before_residual"] is found.config["eagle3.norm_before_fc"] is False
     assert {tensor.dtype for tensor in found.tensors.values()} == {torch.float32, torch.int64, dtype or torch.float32}
     assert found.tensors["blk.0.attn_k.weight"].shape == (24, 2 * H)
     # A drafter needs no tokenizer; llama.cpp takes the number of tokens from this key where the model is "none".

@@ -190,6 +190,13 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         "a link that leads out of the folder",
     ),
     "an index of a missing file": (of_index({"fc.weight": "gone.safetensors"}), "gone.safetensors, which is missing"),
+    "an index of a missing tensor": (
+        lambda folder, config, tensors: (
+            save_file(tensors, folder / "shard.safetensors")
+            or of_index(dict.fromkeys([*tensors, "gone"], "shard.safetensors"))(folder, config, tensors)
+        ),
+        "names 'gone', which shard.safetensors does not hold",
+    ),
     "an index that is none": (of_index([]), "no weight_map"),
     "a header of an exabyte": (
         of_file("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}"),
@@ -225,10 +232,24 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         of_config(rope_parameters={"rope_theta": 1e4}, rope_scaling={"type": "linear", "factor": 2.0}),
         "rope_scaling is",
     ),
+    "two rope bases": (of_config(rope_parameters={"rope_theta": 1e4}, rope_theta=1e6), "which base was it trained"),
+    "a whole number with a point": (of_config(head_dim=16.0), "head_dim is 16.0: Input should be a valid integer"),
+    "true for a number": (of_config(num_hidden_layers=True), "num_hidden_layers is True: Input should"),
+    "text for a number": (of_config(hidden_size="32"), "hidden_size is '32': Input should"),
+    "a state with a point": (
+        of_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2.5, 3]}),
+        r"eagle_config.eagle_aux_hidden_state_layer_ids.1 is 2.5",
+    ),
+    "no size": (of_config(hidden_size=None), "hidden_size is missing"),
+    "a bias in the MLP": (of_config(mlp_bias=True), "mlp_bias is True; drafters here know False alone"),
     "a bias that is not there": (of_config(bias=True), "none of its tensors is a bias"),
     "a wrong shape": (
         of_tensors(fc__weight=lambda t: t["fc.weight"][:, :5]),
         r"fc.weight is \[32, 5\], not \[32, 96\]",
+    ),
+    "a bias of o_proj": (
+        of_tensors(midlayer__self_attn__o_proj__bias=lambda t: torch.ones(32)),
+        "o_proj.bias has no place in eagle3",
     ),
     "a tensor too many": (of_tensors(extra=lambda t: t["fc.weight"].clone()), "extra has no place in eagle3"),
     "ids beyond the vocabulary": (of_tensors(d2t=lambda t: t["d2t"] + VOCAB_SIZE), "d2t must hold offsets"),
