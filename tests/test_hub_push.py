@@ -274,7 +274,7 @@ assert (folder / "model.safetensors").read_bytes() == open({str(tmp_path / "out/
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert f"uploaded    {hub.url}/me/drafter" in done.stdout
+    assert f" {hub.url}/me/drafter\n" in done.stdout
     assert re.search(r"model\.safetensors: 100%", done.stderr), done.stderr  # the client's own bar
     assert TOKEN not in done.stdout + done.stderr
     assert hub.repos["me/drafter"].commits()[-1].files.keys() == {*contents(tmp_path / "out"), ".gitattributes"}

@@ -22,6 +22,7 @@ from draftsmith.eval.decoding.accept import acceptance_of
 from draftsmith.eval.decoding.decode import Clock, Mark, TargetVerifier, decode
 from draftsmith.eval.planner.cost_model import PLAIN_PROBE, Costs, Parts, costs_of, probe_trees
 from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.families import usable_positions
 from draftsmith.models.prompt import Insert, Prompt
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
@@ -31,7 +32,7 @@ from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.json_text import json_object
 from draftsmith.recipes.schema import TreeSection
 
-PASSES = 3
+PASSES = 6  # with 3, one slow moment of the machine changed the choice between trees 4 % apart
 ROUNDS = 9  # of a probe in each pass
 KEPT = 8  # machines and models whose costs are kept in a file
 SETTLING = 3  # first rounds to leave out: plain rounds took a sixth longer until caches held this model again
@@ -62,7 +63,7 @@ def measure_costs(
     """
     known = {} if known is None else known
     probes = probe_trees(trees)
-    context = min(context, room_for(target.config.max_position_embeddings, trees))
+    context = min(context, room_for(usable_positions(target.config), trees))
     prompts = [joined([*texts[i:], *texts[:i]], context) for i in range(len(texts))]
     taken: dict[str, list[TimedRound]] = {name: [] for name in (PLAIN_PROBE, *probes) if name not in known}
     proposers = {name: proposer_of(probes[name]) if name else None for name in taken}
