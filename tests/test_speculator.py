@@ -149,10 +149,11 @@ def test_arguments_of_another_kind_are_said(target_dir: Path, drafter_dir: Path,
     refused(f"{counts}: no such token counts", Speculator.load, str(target_dir), drafter_dir, counts)
     save_token_counts(counts, torch.arange(VOCAB_SIZE), "another's", [4])
     refused(f"token_counts: {counts} was counted with a", Speculator.load, str(target_dir), drafter_dir, counts)
-    refused("target: {'model': 'x'} is a dict; give a name", Speculator.load, {"model": "x"}, drafter_dir)
+    refused("target: {'model': 'x'} cannot be used; give a name", Speculator.load, {"model": "x"}, drafter_dir)
     for drafter in (None, 3, [drafter_dir]):
         refused("drafter: .* give a directory that training wrote", Speculator.load, str(target_dir), drafter)
-    refused("token_counts: 5 is a int", Speculator.load, str(target_dir), drafter_dir, 5)
+    for counted in (5, False):
+        refused(f"token_counts: {counted} cannot", Speculator.load, str(target_dir), drafter_dir, counted)
     speculator = Speculator.load(str(target_dir), drafter_dir)
     save_token_counts(counts, torch.arange(VOCAB_SIZE), speculator.lineup.fingerprint, [4])
     speculator = Speculator.load(str(target_dir), drafter_dir, counts)
@@ -160,7 +161,7 @@ def test_arguments_of_another_kind_are_said(target_dir: Path, drafter_dir: Path,
     for most in (2.5, 0, True, None):
         refused(f"max_new_tokens: {most} .* a whole number of 1 or more", speculator.answer, MESSAGES, most)
     for seed in (2.5, None, "a", True):
-        refused(f"seed: {seed!r} is a .* give a whole number", speculator.answer, MESSAGES, 4, seed=seed)
+        refused(f"seed: {seed!r} cannot be used; give a whole number", speculator.answer, MESSAGES, 4, seed=seed)
     for question in (
         None,
         5,
@@ -175,6 +176,6 @@ def test_arguments_of_another_kind_are_said(target_dir: Path, drafter_dir: Path,
         refused("question: .* is neither a text nor a list of messages", speculator.answer, question, 4)
     refused("ends with a question", speculator.answer, [*MESSAGES, {"role": "assistant", "content": "x"}], 4)
     for sampling in (0.7, {"temperature": 0.7}, None):
-        refused(f"sampling: {sampling} is a .*; give Sampling", speculator.answer, MESSAGES, 4, sampling)
+        refused(f"sampling: {sampling} cannot be used; give Sampling", speculator.answer, MESSAGES, 4, sampling)
     for tree in ({}, {"policy": "chain"}, "chain"):
-        refused(f"tree: {tree!r} is a .*; give TreeSection", speculator.answer, MESSAGES, 4, tree=tree)
+        refused(f"tree: {tree!r} cannot be used; give TreeSection", speculator.answer, MESSAGES, 4, tree=tree)

@@ -26,28 +26,28 @@ from draftsmith.models.families import positions_text, usable_positions
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.vocab import counts_of
 from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.prompts.records import ROLES
 from draftsmith.recipes.schema import TargetSection, TreeSection
 
 
 def _check_kind(name: str, value: object, kinds: type | tuple[type, ...], example: str) -> None:
     if not isinstance(value, kinds) or isinstance(value, bool):
-        raise UserError(f"{name}: {value!r} is a {type(value).__name__}; give {example}")
+        raise UserError(f"{name}: {short(value)} cannot be used; give {example}")
 
 
 def _messages_of(question: object) -> list[Message]:
     """Raises UserError for what is no question, and for a conversation that ends with none."""
     if isinstance(question, str):
         return [{"role": "user", "content": question}]
-    roles = "system", "developer", "user", "assistant", "tool"
     if (
         not isinstance(question, list)
         or not question
-        or not all(isinstance(each, dict) and each.get("role") in roles for each in question)
+        or not all(isinstance(each, dict) and each.get("role") in ROLES for each in question)
         or question[-1]["role"] == "assistant"
     ):
         raise UserError(
             f"question: {short(question)} is neither a text nor a list of messages {{'role': ..., 'content': ...}} "
-            f"that ends with a question; roles are {', '.join(roles)}"
+            f"that ends with a question; roles are {', '.join(ROLES)}"
         )
     return question
 
@@ -102,7 +102,7 @@ class Speculator:
         section = TargetSection(model=str(target)) if isinstance(target, (str, Path)) else target
         _check_kind("target", section, TargetSection, "a name, or TargetSection(model=...)")
         _check_kind("drafter", drafter, (str, Path), "a directory that training wrote")
-        _check_kind("token_counts", token_counts or "", (str, Path), "a file of `draftsmith rank-vocab`")
+        _check_kind("token_counts", token_counts, (str, Path, type(None)), "a file of `draftsmith rank-vocab`")
         facts, counts = TargetFacts.read(section), None if token_counts is None else Path(token_counts)
         check_drafter(facts, Path(drafter))
         if counts is not None:
