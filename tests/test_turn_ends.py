@@ -197,6 +197,12 @@ def test_an_end_of_turn_that_nothing_names_is_a_stop_token(tmp_path: Path) -> No
     assert answer_notes(named, load_tokenizer(named)) == []
 
 
+def test_an_end_of_turn_behind_a_newline_is_found() -> None:
+    template = CHAT_TEMPLATE.replace("<|end|>{% endg", "{{ '\\n' }}<|end|>{% endg")
+    tokenizer = make_tokenizer(template, roles={"eos_token": "<|pad|>"})
+    assert stop_ids(tokenizer) == (0, 4) and turn_ends(tokenizer).unnamed == 4
+
+
 def test_an_end_that_stands_between_turns_only_is_found() -> None:
     template = untagged(CHAT_TEMPLATE).replace("<|end|>", "{{ '<|end|>' if not loop.last }}", 1)
     tokenizer = make_tokenizer(template, roles={"eos_token": "<|pad|>"})
