@@ -88,7 +88,7 @@ vision-target: install  ## train the vision demo's target again: 104 minutes
 image-target: install  ## train the image demo's target again: 42 minutes
 	$(BIN)/python -m demos.make_image_target --out runs/demo_lantern_target
 
-study: install  ## drafters on a small target, cells without a line: all are some 45 hours of a core; docs/results.md
+study: install  ## drafters on a small target, cells without a line: all are some 45 hours of a core; docs/study
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.study.run
 	$(BIN)/python -m docs.study.tables
 

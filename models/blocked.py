@@ -4,7 +4,7 @@ PyTorch's product rearranges a weight for its kernel at each call. For the few t
 long as the product itself. Here it is done once, when the model is loaded for decoding.
 
 Plain decoding, of one row, must not pay for that, or drafting would seem to gain more than it does. So in float32 the
-layout depends on the layer's size (docs/log.md, 2026-11-26, has the times):
+layout depends on the layer's size (LOG.md, 2026-11-26, has the times):
 
     weights             one row by                      more rows by
     up to 2**18         PyTorch's product               oneDNN, a layout for 16 rows

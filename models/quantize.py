@@ -19,7 +19,7 @@ Scales and zeros are rounded to bfloat16, as the kernels store them, before the 
 
 On a CPU the products are those of PyTorch's own kernels, with activations in bfloat16. They are private operations of
 torch (`aten::_weight_int8pack_mm`, `_weight_int4pack_mm_for_cpu`), so `check_quantization` tries them before any
-weight is loaded. docs/log.md has them beside torchao's, which are no faster. `fake` replaces each weight by its
+weight is loaded. LOG.md has them beside torchao's, which are no faster. `fake` replaces each weight by its
 quantised value, in the model's own dtype: the precision's effect without its speed, on any device.
 
 How a product rounds depends on the number of rows. Greedy answers of int8 and int4 targets are therefore compared with
@@ -40,7 +40,7 @@ from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.schema import QuantizationSection, TargetSection
 
 # From so many rows on, int8 weights are cast to bfloat16 for an ordinary product: 46 ms instead of 54 for 16 rows of a
-# target of 107 M parameters, 97 instead of 168 for 60 (docs/log.md).
+# target of 107 M parameters, 97 instead of 168 for 60 (LOG.md).
 CAST_ROWS = 16
 ROW_BLOCK = 16  # inputs: with another multiple torch 2.13's int8 kernel reads beyond the weight and may crash
 OUT_BLOCK = 16  # outputs that the int4 kernel packs together

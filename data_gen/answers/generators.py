@@ -28,7 +28,7 @@ from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.schema import Recipe, TreeSection
 
 # Prompt tokens of one prefill, padding included. Bounds activations and padding. A CPU reads 1,024 at a time up to 1.8
-# times as fast as 8,192, as long as their activations fit its cache (docs/log.md, 2026-11-28).
+# times as fast as 8,192, as long as their activations fit its cache (LOG.md, 2026-11-28).
 PREFILL_TOKENS, PREFILL_TOKENS_ON_CPU = 8192, 1024
 
 Asked = tuple[Hashable, Sequence[int]]  # key, prompt

@@ -4,8 +4,8 @@
     python -m docs.study.run --only 'drafter/eagle*' 'fr-spec/*'
     python -m docs.study.run --plan                       # list them
     python -m docs.study.run docs/study/vision.yaml       # another table
-    python -m docs.study.run --set runs=runs/again/cells results=runs/again/study/results.jsonl    # everything anew
-    python -m docs.study.tables                           # the pages' tables of the lines so far
+    python -m docs.study.run --set runs=runs/again/cells results=runs/again/results.jsonl    # everything anew
+    python -m docs.study.tables                           # tables of the lines so far
 
 A cell runs the commands of the table in a folder of its own and appends what they measured, as one JSON line, to the
 table's `results`. A cell with a line is done. It runs again, without another line, where a cell reads its files (its

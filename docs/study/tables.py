@@ -1,10 +1,9 @@
-"""Write the tables and figures of the study's pages from its lines (`docs.study.run`).
+"""Write the study's tables and figures from its lines (`docs.study.run`).
 
-    python -m docs.study.tables                        # docs/results.md and docs/vision.md, from docs/study/*.jsonl
-    python -m docs.study.tables --folder runs/again    # copies of the pages, from runs/again/study/*.jsonl
+    python -m docs.study.tables                        # docs/study/tables.md and figures, from docs/study/*.jsonl
+    python -m docs.study.tables --folder runs/again    # the same in runs/again, from runs/again/*.jsonl
 
-Text between `<!-- study:NAME -->` and `<!-- end -->` is replaced; the rest of a page does not change. Figures go to the
-folder study/ beside it.
+docs/study/tables.yaml lists the page's sections and what they compare.
 """
 
 import argparse
@@ -22,13 +21,13 @@ from matplotlib.figure import Figure
 from docs.study.numbers import CHAIN, SEEDS, Estimate, Found, cells_of, over_seeds
 from docs.study.run import ROOT, TREE, Table, read_lines
 from draftsmith.recipes.command.cli import run
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 
 LONGEST_ANSWER = 256  # tokens: data.generator.max_new_tokens of docs/study/study.yaml
 STEPS = (600, 1200, 2400, 4800)
 NOT_RUN = "not run"
-WANTED = yaml.safe_load((ROOT / "docs/study/tables.yaml").read_text(encoding="utf-8"))
+STUDY_FOLDER = ROOT / "docs" / "study"
+WANTED = yaml.safe_load((STUDY_FOLDER / "tables.yaml").read_text(encoding="utf-8"))
 OBJECTIVES = WANTED["objectives"]
 PLOTTED = list(dict.fromkeys(arm for _, *arms in WANTED["figures"].values() for arm in arms))
 
@@ -88,7 +87,7 @@ def verdict(found: Estimate | None) -> str:
     if len(found.by_seed) < len(SEEDS):
         return f"unfinished: {len(found.by_seed)} of {len(SEEDS)} seeds"
     (low, high), (lowest, highest) = found.interval, over_seeds(found)
-    return "holds" if min(low, lowest) > 1 else "opposite" if max(high, highest) < 1 else "undecided"
+    return "holds" if min(low, lowest) > 1 else "worse" if max(high, highest) < 1 else "undecided"
 
 
 def judged(found: Estimate | None) -> str:
@@ -328,7 +327,7 @@ def draw(place: Path, title: str, x: str, y: str, lines: Mapping[str, Points]) -
     figure.savefig(place, dpi=144)
 
 
-# Pages.
+# The page.
 
 MADE = (progress, claims, drafters, compared, steps, longer, fed, minutes, demo, demo_speed, endings, data, fr_spec)
 STUDY: dict[str, Callable[[Found], str]] = {
@@ -336,7 +335,7 @@ STUDY: dict[str, Callable[[Found], str]] = {
     "positions-chain": lambda found: positions(found, CHAIN, 6),
     "positions-tree": lambda found: positions(found, TREE, 8),
 }
-PAGES = {"results": ("cells.yaml", STUDY), "vision": ("vision.yaml", {"vision": vision})}  # cells, sections
+LINES = {"results": ("cells.yaml", STUDY), "vision": ("vision.yaml", {"vision": vision})}  # cells, tables
 
 
 def made(make: Callable[[Found], Any], found: Found, otherwise: Any = NOT_RUN) -> Any:
@@ -347,30 +346,26 @@ def made(make: Callable[[Found], Any], found: Found, otherwise: Any = NOT_RUN) -
         return otherwise
 
 
-def fill(text: str, sections: Mapping[str, str]) -> str:
-    """`text` with the sections between their markers. Raises UserError for a marker that is unknown or has no end."""
-
-    def filled(match: re.Match[str]) -> str:
-        if match[2] not in sections or "<!-- study:" in match[3] or not match[4]:
-            raise UserError(f"marker study:{match[2]}: no such section, or no <!-- end --> behind it")
-        return f"{match[1]}{sections[match[2]]}\n{match[4]}"
-
-    return re.sub(r"(<!-- study:(\S+) -->\n)(.*?)(<!-- end -->|\Z)", filled, text, flags=re.S)
+def page(sections: Mapping[str, str]) -> str:
+    """The sections of tables.yaml in its order, each with its heading, text and table."""
+    parts = [WANTED["page"]]
+    for name, (heading, text) in WANTED["sections"].items():
+        parts += [f"## {heading}", text, sections[name]]
+    return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="of the pages; default: docs")
+    parser.add_argument("--folder", type=Path, default=STUDY_FOLDER, help="of the lines; default: docs/study")
     folder = parser.parse_args().folder
-    for name, (cells, sections) in PAGES.items():
-        if (page := folder / f"{name}.md").exists():
-            lines = read_lines(folder / "study" / f"{name}.jsonl")
-            found = Found(Table(Path("docs/study") / cells), lines)
-            texts = {section: made(make, found) for section, make in sections.items()}
-            atomic_write(page, fill(page.read_text(encoding="utf-8"), texts))
-            print(f"written: {page}")
-            for file, figure in made(figures, found, {}).items():
-                draw(folder / "study" / f"{file}.png", *figure)
+    sections: dict[str, str] = {}
+    for name, (cells, makers) in LINES.items():
+        found = Found(Table(Path("docs/study") / cells), read_lines(folder / f"{name}.jsonl"))
+        sections |= {section: made(make, found) for section, make in makers.items()}
+        for file, figure in made(figures, found, {}).items():
+            draw(folder / f"{file}.png", *figure)
+    atomic_write(folder / "tables.md", page(sections))
+    print(f"written: {folder / 'tables.md'}")
 
 
 if __name__ == "__main__":

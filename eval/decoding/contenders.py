@@ -71,7 +71,7 @@ def drafting_dtype(target: Target) -> torch.dtype | None:
     """The precision that a drafter's weights are rounded to. None: they stay as they were trained.
 
     On a GPU it is the target's, as in serving engines: a draft call takes about as long as reading the weights. On a
-    CPU bfloat16 is not always the faster one (docs/log.md).
+    CPU bfloat16 is not always the faster one (LOG.md).
     """
     return None if target.device.type == "cpu" else target.dtype
 

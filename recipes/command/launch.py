@@ -24,7 +24,7 @@ LOOK_SECONDS = 0.2  # at the cores
 CROWDED = 0.6  # free cores over threads
 # How long OpenMP's threads spin for their next work before they sleep, in turns of a loop or (LLVM's and Intel's
 # library) in milliseconds. By default they spin for 300,000 turns or 200 ms: best for a lone job, which is 10 to 20 %
-# slower with few turns, and ruinous for jobs that share their cores (docs/log.md).
+# slower with few turns, and ruinous for jobs that share their cores (LOG.md).
 WAITING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
 
 

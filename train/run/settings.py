@@ -39,7 +39,7 @@ def uses_bf16(section: TrainSection) -> bool:
     """Whether products are in bfloat16.
 
     `auto` is bf16 on accelerators that compute it natively and float32 on CPUs: there bf16 gains little at best
-    (docs/log.md), and float32 gives nearly the same losses on every machine.
+    (LOG.md), and float32 gives nearly the same losses on every machine.
     """
     if section.mixed_precision != "auto":
         return section.mixed_precision == "bf16"
