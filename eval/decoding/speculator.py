@@ -1,4 +1,4 @@
-"""A target with its drafter, ready to answer: the Python API. docs/python.md shows how to use it.
+"""A target with its drafter, ready to answer: the Python API. docs/decoding.md shows how to use it.
 
 In float32 a greedy answer is the target's own, token for token, and a sampled one has the target's law
 (`eval.decoding.decode`). In bfloat16 and float16 the law is that of the rounded logits, and a forward over a tree may
