@@ -10,7 +10,7 @@
 Writes the states that the recipe's drafter reads to <data.states>, by default <output_dir>/states. Those that
 data_gen/regenerate.py has stored with the answers are not computed again. Training and
 validation rows are both captured, so their split may change later. When a stopped run is started again, it writes the
-missing shards. Other rows, another target, other layers or another dtype need another folder (docs/offline.md).
+missing shards. Other rows, another target, other layers or another dtype need another folder (docs/training.md).
 """
 
 from argparse import ArgumentParser

@@ -5,10 +5,10 @@
     python data_gen/regenerate.py recipes/demo.yaml --plan                                     # what it would do
 
 Reads data.prompts and writes <output_dir>/conversations.jsonl: one line per conversation, with the token ids of every
-answer. The target answers in this process or on servers (docs/regeneration.md). A stopped run resumes where it was. The
-file records what was asked, so other prompts with the same ids are refused. Prompts that cannot be asked go to
+answer. The target answers in this process or on servers (docs/prompts-and-answers.md). A stopped run resumes where it
+was. The file records what was asked, so other prompts with the same ids are refused. Prompts that cannot be asked go to
 conversations.rejects.jsonl with the reason. Prompts that failing servers left unanswered are asked in the next run.
-With data.states, a target in this process also stores the hidden states that training reads (docs/offline.md).
+With data.states, a target in this process also stores the hidden states that training reads (docs/training.md).
 
 - A vision-language target may be asked about pictures (docs/pictures.md). The messages name them by path and sha256.
   Such answers are sampled, unless the recipe says otherwise.

@@ -257,7 +257,7 @@ def load_config(target: TargetSection) -> Any:
     if (Path(target.model) / "adapter_config.json").exists():
         raise UserError(
             f"target.model: {target.model!r} holds an adapter (adapter_config.json), not a whole model; name its "
-            "base as target.model and this folder as target.adapter (docs/adapting.md)"
+            "base as target.model and this folder as target.adapter (docs/training.md)"
         )
     _check_no_gguf(target.model)
     check_model(target.model, target.revision)

@@ -25,7 +25,7 @@ from draftsmith.recipes.schema import Recipe, TargetSection
 
 PROMPTS = "hf:HuggingFaceH4/ultrachat_200k:train_sft"
 DRAFT_VOCAB = 32_000  # EAGLE-3's
-# (hidden size, learning rate): found by search (docs/results.md), and qwen3-8b.yaml's, not measured.
+# (hidden size, learning rate): found by search (docs/study/tables.md), and qwen3-8b.yaml's, not measured.
 SMALL, LARGE = (256, 2e-3), (4096, 1e-4)
 
 
@@ -118,7 +118,7 @@ data:
 {"" if own else f"  max_prompts: {5_000 if small else 50_000} | more raise acceptance: docs/training.md"}
   max_length: {length} | tokens of a training row{changes}
   contamination: remove | leaves out what eval.prompts ask
-  generator: | a server is faster for large targets: docs/regeneration.md
+  generator: | a server is faster for large targets: docs/prompts-and-answers.md
     batch_size: {32 if small else 8} | answers side by side
     max_new_tokens: {answer}
 

@@ -135,13 +135,13 @@ class TargetSection(Section):
     """Branch, tag or commit of a model on the Hub."""
     adapter: str | None = None
     """Folder with a peft LoRA (safetensors), merged into the target when it is loaded: in regeneration, training,
-    capture and evaluation (docs/adapting.md)."""
+    capture and evaluation (docs/training.md)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the target's weights; `auto`: as in its config. Exact equality with plain decoding needs float32."""
     quantization: Precision = None
     """Quantise the decoder's linear layers when the target is loaded: `int8`, `int4`, `fake` (int4's effect without its
     speed), or {bits, group_size, fake}. int8 and int4 are for CPUs and compute in bfloat16, which `dtype: auto` then
-    means (docs/precision.md). Checkpoints that are already quantised do not need this key."""
+    means (docs/decoding.md). Checkpoints that are already quantised do not need this key."""
     guidance: GuidanceSection | None = None
     """Classifier-free guidance, as part of the target's distribution in regeneration, training and evaluation."""
     device: str = "auto"
@@ -204,7 +204,7 @@ def _by_kernels(precision: Any) -> bool:
 class GeneratorSection(Section):
     kind: Literal["transformers", "openai"] = "transformers"
     """Who writes the answers: the target in this process, or OpenAI-compatible servers that serve it and accept token
-    ids in /v1/completions (docs/regeneration.md)."""
+    ids in /v1/completions (docs/prompts-and-answers.md)."""
     batch_size: Size = 32
     """Conversations decoded side by side in this process."""
     drafter: str | None = None

@@ -412,7 +412,9 @@ def test_recipes_show_commands_that_run(at_root: None):
 
 
 DOCUMENTS = sorted(
-    path for folder in (ROOT, ROOT / "docs", ROOT / "recipes" / "demo_target") for path in folder.glob("*.md")
+    path
+    for folder in (ROOT, ROOT / "docs", ROOT / "docs" / "study", ROOT / "recipes" / "demo_target")
+    for path in folder.glob("*.md")
 )
 
 
@@ -448,14 +450,27 @@ def missing_files(place: Path) -> list[str]:
 @pytest.mark.parametrize("place", DOCUMENTS, ids=lambda place: str(place.relative_to(ROOT)))
 def test_documents_show_commands_that_run_and_links_that_lead_somewhere(place: Path, at_root: None):
     assert wrong_links(place) == []
-    if place.name != "log.md":  # its commands and files are those of their day
+    if place.name != "LOG.md":  # its commands and files are those of their day
         assert missing_files(place) + wrong_examples(ROOT, place, place.read_text(encoding="utf-8")) == []
 
 
-def test_the_index_lists_every_page():
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    listed = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text(encoding="utf-8")))
-    assert listed == pages
+def test_the_readme_links_every_page():
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert pages <= set(re.findall(r"\]\(docs/([\w-]+\.md)", (ROOT / "README.md").read_text(encoding="utf-8")))
+
+
+def test_pages_that_code_and_recipes_name_exist():
+    sources = [ROOT / "Makefile", *(ROOT / "recipes").glob("*.yaml"), *(ROOT / "docs" / "study").glob("*.yaml")]
+    sources += [path for room in (*ROOMS, *OUTSIDE) if room != "tests" for path in (ROOT / room).rglob("*.py")]
+    named = {
+        (path, page, anchor)
+        for path in sources
+        for page, anchor in re.findall(r"(?<![\w/.])(docs/[\w/-]+\.md|LOG\.md)(?:#([\w-]+))?", path.read_text("utf-8"))
+    }
+    assert len(named) > 40
+    for path, page, anchor in named:
+        assert (ROOT / page).exists(), f"{path.relative_to(ROOT)} names {page}"
+        assert not anchor or anchor in anchors((ROOT / page).read_text("utf-8")), f"{path.relative_to(ROOT)}: {anchor}"
 
 
 def test_wrong_examples_are_caught(at_root: None):

@@ -104,7 +104,7 @@ def test_servers_that_lack_what_is_needed_are_told_by_one_error(place: Place, ra
         place.use(server)
         problems, printed = place.fails()
     assert problem.format(url=server.url) in problems[0]
-    assert "model `fake`" in problems[0] or "docs/regeneration.md lists what a server needs" in problems[-1]
+    assert "model `fake`" in problems[0] or "docs/prompts-and-answers.md lists what a server needs" in problems[-1]
     assert "<" not in "".join(problems) and printed == ""
 
 

@@ -11,7 +11,7 @@
     python train/vispec.py recipes/demo-vision.yaml --plan                              # what it would do
 
 Give data_gen/rank_vocab.py the same output_dir and drafter. docs/pictures.md explains how prompts and answers with
-pictures are made (draftsmith reprompt, draftsmith regenerate); docs/drafters.md describes this drafter.
+pictures are made (draftsmith reprompt, draftsmith regenerate); docs/methods.md describes this drafter.
 """
 
 from draftsmith.recipes.command.cli import run

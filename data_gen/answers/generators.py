@@ -3,8 +3,8 @@
 Answers arrive in the order in which they end. A finished answer gives its row to the next prompt. Prompts are read in
 right-padded groups, so an answer does not depend on its neighbours, up to the rounding of batched matrix products.
 
-With a drafter (docs/regeneration.md) greedy answers stay the same token for token in float32. Sampled answers differ
-but follow the same distribution, because verification draws more random numbers.
+With a drafter (docs/prompts-and-answers.md) greedy answers stay the same token for token in float32. Sampled answers
+differ but follow the same distribution, because verification draws more random numbers.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence

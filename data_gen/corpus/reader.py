@@ -1,4 +1,4 @@
-"""Reads corpora, document by document: text files, records, and datasets of the Hub (docs/vocabulary.md).
+"""Reads corpora, document by document: text files, records, and datasets of the Hub (docs/prompts-and-answers.md).
 
 Records come from `recipes.prompts.sources`, and `datasets` streams those of the Hub. It does not read local files: in
 5.2, one malformed line, or one byte that is not UTF-8, ends a file and loses up to 10 MB before it. Here a bad line

@@ -29,7 +29,7 @@ ERROR_BYTES = 2**16  # read from an error's body
 NEEDED = (
     "regeneration sends prompts as token ids to /v1/completions, which vLLM, SGLang and llama.cpp take, and prompts "
     "with pictures to /v1/chat/completions; "
-    "docs/regeneration.md lists what a server needs"
+    "docs/prompts-and-answers.md lists what a server needs"
 )
 _PAGE = re.compile(rb"\s*(?:<!--|<!doctype html|<html|<head|<body|<title|<h1|<pre)", re.IGNORECASE)
 

@@ -1,4 +1,4 @@
-"""Writes answers with OpenAI-compatible servers that serve the target (docs/regeneration.md).
+"""Writes answers with OpenAI-compatible servers that serve the target (docs/prompts-and-answers.md).
 
     with Servers(recipe.data.generator, settings, vocabulary) as servers:
         servers.connect()

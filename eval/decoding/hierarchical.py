@@ -1,7 +1,7 @@
 """The hierarchy of SpecMQuant (arXiv 2505.22179, section 5): a drafter drafts for a small model, which drafts for the
 target.
 
-A tree of many nodes is dear to verify where the target's weights are quantised (docs/precision.md). So a small or more
+A tree of many nodes is dear to verify where the target's weights are quantised (docs/decoding.md). So a small or more
 strongly quantised model with a drafter of its own decodes a few rounds, and the target verifies their tokens alone, as
 one chain:
 

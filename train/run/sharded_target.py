@@ -46,17 +46,17 @@ def check_sharding(recipe: Recipe) -> None:
     if recipe.target.adapter is not None:
         problems.append(
             "train.shard_target: target.adapter cannot be merged into pieces of weights; merge it into the target on "
-            "disk first (docs/adapting.md), or leave train.shard_target out"
+            "disk first (docs/training.md), or leave train.shard_target out"
         )
     if recipe.target.quantization is not None:
         problems.append(
             "train.shard_target: pieces of weights cannot be quantised; leave target.quantization out, or capture the "
-            "quantised target's states first (docs/offline.md) and leave train.shard_target out"
+            "quantised target's states first (docs/training.md) and leave train.shard_target out"
         )
     if recipe.target.guidance is not None:
         problems.append(
             "train.shard_target: a guided target reads every text twice, which pieces of weights cannot; capture its "
-            "states first (docs/offline.md) and leave train.shard_target out"
+            "states first (docs/training.md) and leave train.shard_target out"
         )
     config = load_config(recipe.target)
     quantization = getattr(config, "quantization_config", None)
