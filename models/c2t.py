@@ -70,7 +70,7 @@ class C2tConfig(BaseModel, frozen=True, extra="forbid", strict=True, use_attribu
     negative_ratio: Positive | None = None
     """Rejected rows per accepted one in training, which shifts the scale of C. None: unknown, or all of them."""
     drafter: dict[str, Any] = {}
-    """The drafter of its training nodes (`contenders.Lineup.drafter_identity`). {}: unknown."""
+    """The drafter of its training nodes (`contenders.loaded_identity`). {}: unknown."""
 
 
 class C2tClassifier(nn.Module):
@@ -141,7 +141,7 @@ def check_made_for(directory: str | Path, here: dict[str, Any]) -> None:
     """Raises UserError for a classifier of another drafter's nodes: its threshold would mean something else.
 
     Args:
-        here: what is known of the drafter in use (`contenders.Lineup.drafter_identity`). Names of models are not
+        here: what is known of the drafter in use (`contenders.loaded_identity`). Names of models are not
             compared: models are moved and copied.
     """
     known = read_c2t_config(directory).drafter

@@ -20,23 +20,23 @@ from torch.nn import functional
 
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.families import scaled_logits, usable_positions
-from draftsmith.models.guidance import loaded_target
 from draftsmith.models.key_values import SlotTree, check_rollback
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 
 
-def load_draft_model(section: TargetSection) -> Target:
+def load_draft_model(files: TargetFiles) -> Target:
     """A causal LM as drafter, with any number of layers: none of its states is captured.
 
     Raises:
-        UserError: as `loaded_target`, with draft_model's keys for the target's.
+        UserError: as `TargetFiles.load`, with draft_model's keys for the target's.
     """
     try:
-        return loaded_target(section, capture_layers=(0,))
+        return files.load(capture_layers=(0,))
     except UserError as error:
         raise UserError(of_draft_model(error)) from error
 

@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 from transformers.activations import ACT2FN
 
 from draftsmith.models.chat import FINGERPRINT_COVERS
-from draftsmith.models.digests import tensor_digest
 from draftsmith.models.drafters import (
     build_drafter,
     config_class,
@@ -34,11 +33,11 @@ from draftsmith.models.drafters import (
     known_kinds,
     tensor_shapes,
 )
-from draftsmith.models.families import auto_class
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
 from draftsmith.models.layers import rotary
 from draftsmith.models.rotation import checked_rotation
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vision import is_vision_language
 from draftsmith.models.vocab import DraftVocab, sort_metadata
 from draftsmith.recipes.errors import UserError, first_line, short
@@ -46,69 +45,6 @@ from draftsmith.recipes.files.atomic import atomic_folder, written
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.schema import Recipe
-
-
-def config_identity(
-    config: Any, model: str, revision: str | None, fingerprint: str, changes: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """The part of a target's identity that is known before loading it.
-
-    Args:
-        config: its text config.
-        fingerprint: `chat.tokenizer_fingerprint` of its tokenizer.
-        changes: `models.quantize.target_changes`; None: there are none.
-    """
-    return {
-        "model": model,
-        "revision": revision,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_layers": config.num_hidden_layers,
-        "tokenizer_fingerprint": fingerprint,
-        **(changes or {"adapter": None, "quantization": None}),
-    }
-
-
-def target_identity(
-    target: Target, model: str, revision: str | None, fingerprint: str, changes: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """A target's identity: recorded answers and stored states must agree with it, and drafters (`check_identity`)."""
-    identity = config_identity(target.config, model, revision, fingerprint, changes)
-    return identity | weight_digests(target)
-
-
-def weight_digests(target: Target) -> dict[str, str]:
-    """`embedding_digest`, and `vision_digest` of a target that reads pictures.
-
-    They tell fine-tunes with embeddings, tower or projector of their own from each other, not those with other layers.
-    """
-    vision = {} if target.vision_digest is None else {"vision_digest": target.vision_digest}
-    return {"embedding_digest": tensor_digest(target.embedding_table)} | vision
-
-
-def target_layout(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Facts about a target that exports need: with them, they work without the target.
-
-    Args:
-        config: the target's whole config.
-        dtype: the target's while the drafter was trained.
-
-    Returns:
-        `architectures`, `model_type`, `dtype`; `embeddings` and `head`, the names of these parameters in the loaded
-        model, which files of some families abbreviate; `tied`, whether they are one.
-    """
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    names = {id(module): name for name, module in model.named_modules()}
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    return {
-        "architectures": list(config.architectures or [type(model).__name__]),
-        "model_type": config.model_type,
-        "dtype": str(dtype).removeprefix("torch."),
-        "embeddings": f"{names[id(embeddings)]}.weight",
-        "head": f"{names[id(head)]}.weight",
-        "tied": embeddings.weight is head.weight,
-    }
 
 
 def provenance(data: dict[str, Path]) -> dict[str, Any]:
@@ -194,21 +130,18 @@ def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]
     return shape, trained_for
 
 
-def shape_of_run(recipe: Recipe, config: Any) -> DrafterConfig:
+def shape_of_run(recipe: Recipe, files: TargetFiles) -> DrafterConfig:
     """The shape of the recipe's drafter. What the recipe leaves open is taken from drafter.init_from, if one is there.
-
-    Args:
-        config: the target's whole config.
 
     Raises:
         UserError: the drafter is not possible for this target.
     """
-    if recipe.drafter.kind == "vispec" and not is_vision_language(config):
+    if recipe.drafter.kind == "vispec" and not is_vision_language(files.config):
         raise UserError(
-            f"drafter.kind: vispec reads pictures, and {recipe.target.model} ({config.model_type}) reads text only; "
-            f"take a vision-language target, or kind {recipe.drafter.base}"
+            f"drafter.kind: vispec reads pictures, and {recipe.target.model} ({files.config.model_type}) reads text "
+            f"only; take a vision-language target, or kind {recipe.drafter.base}"
         )
-    shape = drafter_shape(recipe.drafter, config.get_text_config())
+    shape = drafter_shape(recipe.drafter, files.text_config)
     if recipe.drafter.init_from is None:
         return shape
     try:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -23,10 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.models.families import auto_class, layer_configs
 from draftsmith.models.quantize import precision_name, quantized_bytes
-from draftsmith.models.target import check_precision, decoder_layers, device_name
+from draftsmith.models.target import decoder_layers, device_name
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.schema import TargetSection
+
+if TYPE_CHECKING:
+    from draftsmith.models.target_files import TargetFiles
 
 # Dense bf16 operations per second, from the vendors' data sheets. The first matching name counts.
 PEAK_FLOPS = {
@@ -97,7 +100,7 @@ def target_size(config: Any, section: TargetSection) -> TargetSize:
     vision = sum(p.numel() for p in named.values() if id(p) not in of_text)  # runs once for each picture
     active = parameters - vision - shared - experts + int(experts * share)
     kept = torch_dtype(config, section.dtype)
-    layers = decoder_layers(model.get_decoder(), text, type(model).__name__)
+    layers = decoder_layers(model)
     weight_bytes, basis = _weight_bytes(parameters, parameters - shared, kept, quantization)
     if precision is not None and not precision.fake:
         quantized, packed = quantized_bytes(layers, precision)
@@ -193,8 +196,7 @@ def cache_bytes_per_token(config: Any, size: TargetSize) -> int:
 
 def plan_decoding(
     plan: PlanLines,
-    config: Any,
-    section: TargetSection,
+    files: "TargetFiles",
     rows: int,
     tokens: int,
     of_drafter: int = 0,
@@ -203,18 +205,17 @@ def plan_decoding(
     """Adds the memory of decoding in this process to a plan.
 
     Args:
-        config: from AutoConfig.
         rows, tokens: conversations side by side, and the length of the longest, prompt and answer.
     """
-    check_precision(section)
-    size = target_size(config, section)
-    texts = 1 if section.guidance is None else 2  # a guided target reads each with and without its caption
-    cache = cache_bytes_per_token(config.get_text_config(), size) * texts * rows * tokens
+    files.check_precision()
+    size: Any = files.size
+    texts = 1 if files.section.guidance is None else 2  # a guided target reads each with and without its caption
+    cache = cache_bytes_per_token(files.text_config, size) * texts * rows * tokens
     parts = f"target {gigabytes(size.weight_bytes)} ({size.weight_basis})"
     parts += f", drafter {gigabytes(of_drafter)}" * bool(of_drafter)
     parts += f", keys and values {gigabytes(cache)} ({texts * rows:,} x {tokens:,} tokens)"
     parts += f"; not counted: {', '.join(not_counted)}"
-    plan_memory(plan, size.weight_bytes + cache + of_drafter, parts, device_here(section.device))
+    plan_memory(plan, size.weight_bytes + cache + of_drafter, parts, device_here(files.section.device))
 
 
 def plan_memory(plan: PlanLines, total: float, text: str, device: "Device", basis: str = "") -> None:

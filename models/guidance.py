@@ -27,32 +27,15 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from draftsmith.models.alignment import Documents
-from draftsmith.models.chat import load_config, load_tokenizer
-from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.prompt import PlacedInsert
-from draftsmith.models.target import Target, TargetStates, load_causal_lm
-from draftsmith.recipes.schema import TargetSection
-
-
-def loaded_target(
-    section: TargetSection, capture_layers: Sequence[int] | None = None, device: str | None = None
-) -> Target:
-    """The section's target, guided if it says so.
-
-    Raises:
-        UserError: as `load_causal_lm`, `Target` and `unconditional_ids`.
-    """
-    if section.guidance is None:
-        return Target(load_causal_lm(section, device), capture_layers)
-    ids = unconditional_ids(section, load_tokenizer(section), load_config(section))
-    return GuidedTarget(load_causal_lm(section, device), ids, section.guidance.scale, capture_layers)
+from draftsmith.models.target import Target, TargetStates
 
 
 class GuidedTarget(Target):
     """A target that reads every text twice.
 
     Args:
-        unconditional_V: from `unconditional_ids`.
+        unconditional_V: from `image_tokens.unconditional_ids`.
         scale: 1 is no guidance, 0 ignores the condition.
     """
 

@@ -19,18 +19,19 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor
 
 from draftsmith.models.prompt import Insert, RenderError
 from draftsmith.models.vision import SUPPORTED, PictureInsert
-from draftsmith.recipes.errors import UserError, first_line, short
+from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.prompts.picture_parts import PICTURE_TYPES, places_of
 from draftsmith.recipes.prompts.pictures import UnusablePicture, decoded_picture, read_picture, upright_rgb
-from draftsmith.recipes.schema import TargetSection
+
+if TYPE_CHECKING:
+    from draftsmith.models.target_files import TargetFiles
 
 HELD_PICTURES = 8  # processed ones that are kept: a prompt is often read soon after it was made
 # Why pictures of these families, and of LLaVA with Pixtral's tower, cannot be inserts that a causal decoder reads.
@@ -51,36 +52,19 @@ class PlacedPicture(NamedTuple):
 
 
 class PictureProcessor:
-    """A vision-language target's image processor, with its placeholder.
+    """A vision-language target's image processor, with its placeholder."""
 
-    Args:
-        config: the target's whole config.
-    """
-
-    def __init__(self, section: TargetSection, config: Any):
-        self.section, self.config = section, config
-        self.placeholder: int = config.image_token_id
+    def __init__(self, files: "TargetFiles"):
+        self.files, self.config = files, files.config
+        self.placeholder: int = self.config.image_token_id
         self._held: OrderedDict[str, Mapping[str, torch.Tensor]] = OrderedDict()
         # By width and height, on which the number depends alone: processing takes far longer than reading a picture.
         self._tokens: dict[tuple[int, int], int] = {}
 
-    @cached_property
+    @property
     def processor(self) -> Any:
         """The image processor, loaded with the first picture: a text prompt needs none."""
-        section = self.section
-        try:
-            return AutoImageProcessor.from_pretrained(
-                section.model,
-                revision=section.revision or "main",
-                trust_remote_code=section.trust_remote_code,
-                backend="pil",
-            )
-        except (OSError, ValueError, ImportError) as error:
-            raise UserError(
-                f"target.model: cannot load an image processor from {section.model!r} "
-                f"({first_line(error)}); copy the target's preprocessor_config.json or "
-                "processor_config.json there"
-            ) from error
+        return self.files.image_processor
 
     def expanded(
         self, ids: Sequence[int], marks: Sequence[int], sources: Sequence[Any]

@@ -34,10 +34,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from draftsmith.models.adapter import adapter_digest
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, first_line
-from draftsmith.recipes.schema import QuantizationSection, TargetSection
+from draftsmith.recipes.schema import QuantizationSection
 
 # From so many rows on, int8 weights are cast to bfloat16 for an ordinary product: 46 ms instead of 54 for 16 rows of a
 # target of 107 M parameters, 97 instead of 168 for 60 (LOG.md).
@@ -53,13 +52,6 @@ def precision_name(precision: QuantizationSection | None) -> str | None:
         return None
     name = f"int{precision.bits}" + (f", groups of {precision.group_size}" if precision.bits == 4 else "")
     return f"fake {name}" if precision.fake else name
-
-
-def target_changes(section: TargetSection) -> dict[str, Any]:
-    """What a recipe changes in the checkpoint's weights or its law, as part of the target's identity."""
-    changes = {"adapter": adapter_digest(section), "quantization": precision_name(section.quantization)}
-    guidance = section.guidance
-    return changes | ({} if guidance is None else {"guidance": f"scale {guidance.scale:g}, {guidance.null}"})
 
 
 # The arithmetic.

@@ -66,17 +66,16 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
         UserError: no such model, or an unsupported one.
     """
     # Imported here: they take seconds, and mistakes on the command line come first.
-    from draftsmith.models.chat import THINKING_SWITCHES, load_config, load_tokenizer
-    from draftsmith.models.costs import target_size
-    from draftsmith.models.families import changing_rotation, usable_positions
+    from draftsmith.models.chat import THINKING_SWITCHES
+    from draftsmith.models.families import changing_rotation
     from draftsmith.models.formats.exporting import able_engines, source_to_train
     from draftsmith.models.target import default_capture_layers, shallow_capture_layers
+    from draftsmith.models.target_files import TargetFiles
 
     section = TargetSection(model=model)
-    config, tokenizer = load_config(section), load_tokenizer(section)
-    text = config.get_text_config()
-    size = target_size(config, section)
-    vocabulary, positions, hidden = text.vocab_size, usable_positions(text), text.hidden_size
+    files = TargetFiles.read(section)
+    text, positions = files.text_config, files.positions
+    vocabulary, hidden = text.vocab_size, text.hidden_size
     depth = text.num_hidden_layers
     shallow = depth < 7
     layers = shallow_capture_layers(depth) if shallow else default_capture_layers(depth)
@@ -85,7 +84,7 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
         drafter = {"kind": "eagle3", "fc_norm": normed, "norm_output": normed, "capture_layers": list(layers)}
         drafter |= {"intermediate_size": 1}  # no engine asks, and some targets name none
         recipe = Recipe.model_validate({"output_dir": "runs", "target": section.model_dump(), "drafter": drafter})
-        return [engine.title for engine in able_engines(source_to_train(recipe))]
+        return [engine.title for engine in able_engines(source_to_train(recipe, files))]
 
     without, with_norms = serving(normed=False), serving(normed=True)
     others = ", ".join(title for title in without if title not in with_norms)
@@ -94,11 +93,11 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
     changes = f"; at most {positions:,}: there longrope changes" if positions == changing_rotation(text) else ""
     answer = min(1024 if hidden >= 1024 else 512, length // 2)
     small = hidden < 1024
-    template = str(tokenizer.chat_template)
+    template = str(files.tokenizer.chat_template)
     switch = next((switch for switch in THINKING_SWITCHES if re.search(rf"\b{switch}\b", template)), None)
     own = prompts != PROMPTS
     lines = f"""\
-# EAGLE-3.1 for {model}: {_count(size.parameters)} parameters, {depth} layers of width {hidden:,},
+# EAGLE-3.1 for {model}: {_count(files.size.parameters)} parameters, {depth} layers of width {hidden:,},
 # {vocabulary:,} tokens, {positions:,} positions. Written by `draftsmith init`. The numbers are a starting point, not a
 # result: docs/recipes.md explains them, recipes/schema.py lists every key.
 #

@@ -1,4 +1,4 @@
-"""The target model: loading, hidden states, logits.
+"""The target model: hidden states, logits. `models.target_files` loads it.
 
 A target is any causal LM of transformers with a list of decoder layers. A vision-language model has a vision part, too
 (`models.vision`). A target has three uses:
@@ -14,90 +14,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
-from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional
 from transformers import DynamicCache
-from transformers.utils import logging
 
-from draftsmith.models.adapter import merged
 from draftsmith.models.alignment import Documents
-from draftsmith.models.chat import load_config
 from draftsmith.models.digests import combined_digest
 from draftsmith.models.document_attention import document_attention
-from draftsmith.models.families import AttentionKinds, auto_class, scaled_logits
+from draftsmith.models.families import AttentionKinds, scaled_logits
 from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Insert, PlacedInsert, PlacedRows
-from draftsmith.models.quantize import check_quantization, quantize_layers
 from draftsmith.models.target_session import TargetSession, behind
 from draftsmith.models.target_trials import (
     Packing,
     check_trees,
     embedding_scales,
     naming_bad_weights,
-    scale_without_weights,
     tried_attention,
     working_packing,
 )
 from draftsmith.models.vision import SUPPORTED, PictureInsert, PictureReader
-from draftsmith.recipes.command.launch import note_crowd
-from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, first_line, short
-from draftsmith.recipes.schema import TargetSection
-
-
-def load_causal_lm(section: TargetSection, device: str | None = None) -> Any:
-    """The model in evaluation mode, all parameters frozen, on `device` (None: the section's).
-
-    Raises:
-        UserError: nothing loadable there, an unsupported family (`families.attention_kinds`), missing weights,
-            only pickled weights (only safetensors are read), an adapter that does not fit, or a quantisation that
-            cannot be had here.
-    """
-    where = device_name(device or section.device)
-    check_precision(section, where)
-    if where == "cpu":
-        note_crowd(torch.get_num_threads())
-    model = read_causal_lm(section)
-    if section.quantization is not None:
-        config = model.config.get_text_config(decoder=True)
-        quantize_layers(decoder_layers(model.get_decoder(), config, type(model).__name__), section.quantization)
-    return model.to(where)
-
-
-def check_precision(section: TargetSection, device: str | None = None) -> None:
-    """`quantize.check_quantization` of target.quantization, before any weight is read.
-
-    Raises:
-        UserError: also for a target without a config.
-    """
-    if section.quantization is None:
-        return
-    config = load_config(section)
-    try:
-        with torch.device("meta"):
-            model = auto_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
-    except ValueError:  # not a causal LM: the error comes when it is loaded
-        return
-    layers = decoder_layers(model.get_decoder(), config.get_text_config(decoder=True), type(model).__name__)
-    check_quantization(section.quantization, config, layers, device or device_name(section.device))
-
-
-def planned_embedding_scale(section: TargetSection) -> float:
-    """`Target.embedding_scale` by the config, before any weight is read; 1 for what is no causal LM."""
-    config = load_config(section)
-    try:
-        with init_empty_weights(include_buffers=False):
-            model = auto_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
-    except ValueError:  # the error comes when it is loaded
-        return 1.0
-    text = config.get_text_config(decoder=True)
-    return scale_without_weights(model, decoder_layers(model.get_decoder(), text, type(model).__name__)[0])
 
 
 def device_name(wanted: str) -> str:
@@ -116,63 +56,6 @@ def device_name(wanted: str) -> str:
             ) from None
         return wanted
     return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
-
-
-def read_causal_lm(section: TargetSection) -> Any:
-    """Like `load_causal_lm`, in the checkpoint's precision, on the CPU or wherever transformers puts the weights."""
-    config = load_config(section)  # raises for unsupported configs before any weight is read
-    try:
-        with _our_bars():
-            result: Any = auto_class(config).from_pretrained(
-                section.model,
-                revision=section.revision,
-                dtype=section.dtype if section.dtype == "auto" else getattr(torch, section.dtype),
-                trust_remote_code=section.trust_remote_code,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        raise UserError(_why_not_loaded(section, error)) from error
-    loaded, report = result
-    if missing := sorted(report["missing_keys"]):
-        raise UserError(
-            f"target.model: {section.model!r} lacks {len(missing)} of its tensors ({', '.join(missing[:3])}"
-            f"{', ...' if len(missing) > 3 else ''}), which would start as random numbers; is it a causal LM's "
-            "checkpoint, whole and with its head?"
-        )
-    return merged(loaded, section).eval().requires_grad_(False)
-
-
-@contextmanager
-def _our_bars() -> Iterator[None]:
-    """Shows transformers' progress bars in the style of `recipes.command.progress`."""
-
-    def bar(factory: Any, args: Any, settings: Any) -> Any:
-        if not logging.is_progress_bar_enabled():
-            return factory(*args, **settings)
-        return Bar(*args, **{"unit": "tensor", "leave": False, **settings})
-
-    # Older releases have no such hook and keep their own bars.
-    set_hook = getattr(logging, "set_tqdm_hook", lambda hook: None)
-    before = set_hook(bar)
-    try:
-        yield
-    finally:
-        set_hook(before)
-
-
-def _why_not_loaded(section: TargetSection, error: Exception) -> str:
-    pickled = sorted(path.name for path in Path(section.model).glob("pytorch_model*.bin"))
-    if pickled:
-        return (
-            f"target.model: {section.model!r} holds pickled weights only ({pickled[0]}); reading those can run code, "
-            "so safetensors are the one format read here. If you trust the file, load it with transformers once and "
-            "save it again with save_pretrained"
-        )
-    reason = first_line(error)
-    if reason.startswith("Unrecognized configuration class"):
-        reason = f"transformers has no causal LM of family {load_config(section).model_type}"
-    return f"target.model: cannot load {section.model!r} as a causal LM: {reason}"
 
 
 def checked_capture_layers(layers: Sequence[int] | None, num_layers: int, final: bool = False) -> tuple[int, ...]:
@@ -232,7 +115,7 @@ class Target:
     them differently from this file.
 
     Args:
-        model: returned by `load_causal_lm`.
+        model: returned by `TargetFiles.load_model`.
         capture_layers: see `checked_capture_layers`.
     """
 
@@ -243,7 +126,7 @@ class Target:
         with naming_bad_weights(model):
             self.kinds = tried_attention(model)
         self.decoder = model.get_decoder()
-        self.layers = decoder_layers(self.decoder, self.config, self.name)
+        self.layers = decoder_layers(model)
         self.num_layers = len(self.layers)
         self.pictures = PictureReader.of(model)  # None: it reads text only
         self.head: nn.Module = model.get_output_embeddings()
@@ -512,10 +395,11 @@ def side_by_side(captured: list[torch.Tensor]) -> torch.Tensor:
     return captured[0] if len(captured) == 1 else torch.cat(captured, dim=-1)
 
 
-def decoder_layers(decoder: nn.Module, config: Any, name: str) -> nn.ModuleList:
+def decoder_layers(model: Any) -> nn.ModuleList:
     """The decoder's list of layers, by the count in its text config: families name it layers, h or blocks."""
-    count = config.num_hidden_layers
-    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == count]
+    count, children = model.config.get_text_config(decoder=True).num_hidden_layers, model.get_decoder().children()
+    lists = [child for child in children if isinstance(child, nn.ModuleList) and len(child) == count]
     if len(lists) != 1:
+        name = type(model).__name__
         raise UserError(f"target.model: {name} has no list of its {count} decoder layers to capture states from")
     return lists[0]

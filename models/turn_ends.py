@@ -9,13 +9,15 @@ rows, draft vocabularies and plans take their stop tokens from here.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.models.chat import RenderError, is_harmony, load_generation_config, named_stop_ids, render
+from draftsmith.models.chat import RenderError, is_harmony, named_stop_ids, render
 from draftsmith.recipes.errors import UserError, short
-from draftsmith.recipes.schema import TargetSection
+
+if TYPE_CHECKING:
+    from draftsmith.models.target_files import TargetFiles
 
 # Conversations for probes of a template; the two answers share no token.
 ASKED: dict[str, Any] = {"role": "user", "content": "Go"}
@@ -46,7 +48,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokens that end an answer, ascending: those of the generation config, the tokenizer and the template's turns.
 
     Args:
-        tokenizer: by `load_tokenizer`, which reads the generation config.
+        tokenizer: `TargetFiles.tokenizer`, which knows the generation config.
 
     Raises:
         UserError: there is none.
@@ -124,9 +126,10 @@ def is_blank(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], skip_specia
     return not str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)).strip()
 
 
-def answer_notes(section: TargetSection, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def answer_notes(files: "TargetFiles") -> list[str]:
     """Sentences about answers that differ from what the target's generation config asks for."""
-    config, ends, notes = load_generation_config(section), turn_ends(tokenizer), []
+    tokenizer = files.tokenizer
+    config, ends, notes = files.generation_config, turn_ends(tokenizer), []
     if ends.unnamed is not None:
         notes.append(
             f"note: the chat template ends turns with {tokenizer.convert_ids_to_tokens(ends.unnamed)!r}, and neither "

@@ -11,13 +11,12 @@ import torch
 import yaml
 
 from draftsmith.data_gen.trees.labelled_trees import Trees
-from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import save_drafter, target_identity
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.checkpoint import save_drafter
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe, TargetSection
-from tests.conftest import make_tokenizer
 from tests.pairs import PROMPTS, greedy, taught
 
 
@@ -46,10 +45,10 @@ def same_trees(a: Trees, b: Trees) -> bool:
 def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe over a drafter that was taught half of the recorded answers."""
     folder = tmp_path_factory.mktemp("c2t")
-    section, tokenizer = TargetSection(model=str(target_dir), dtype="float32"), make_tokenizer()
-    target = Target(load_causal_lm(section, "cpu"))
+    section = TargetSection(model=str(target_dir), dtype="float32")
+    target = Target(TargetFiles(section).load_model("cpu"))
     drafter = taught(target, DraftVocab.full(target.vocab_size), steps=80)
-    identity = target_identity(target, section.model, None, tokenizer_fingerprint(tokenizer))
+    identity = TargetFiles(section).identity_of(target)
     save_drafter(folder / "run/drafter", drafter, identity, "", {})
     prompts = [*PROMPTS, *([20 + i, 30, 40 + i] for i in range(4))]
     lines = [

@@ -8,10 +8,11 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import save_drafter, target_identity
+from draftsmith.models.chat import tokenizer_fingerprint
+from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, save_token_counts
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import make_target, make_tokenizer
@@ -22,8 +23,8 @@ PROMPTS = ["the cat", "the dog ran after the cat in the rain", "a mat", "rain", 
 def save_untrained(directory: Path, target_dir: Path, layers: tuple[int, ...] | None = None, seed: int = 0) -> Path:
     """A drafter as training would save it, of 60 tokens; `layers` it reads."""
     section = TargetSection(model=str(target_dir))
-    target = Target(load_causal_lm(section, "cpu"), layers)
-    identity = target_identity(target, section.model, None, tokenizer_fingerprint(load_tokenizer(section)))
+    target = Target(TargetFiles(section).load_model("cpu"), layers)
+    identity = TargetFiles(section).identity_of(target)
     vocab = DraftVocab(torch.arange(3, 63), target.vocab_size)
     torch.manual_seed(seed)
     config = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
@@ -39,7 +40,7 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_untrained(folder / "other/drafter", target_dir, (1, 5), seed=1)
     make_target(num_layers=2, seed=3).save_pretrained(folder / "small")
     make_tokenizer().save_pretrained(folder / "small")
-    tokenizer = load_tokenizer(TargetSection(model=str(target_dir)))
+    tokenizer = TargetFiles(TargetSection(model=str(target_dir))).tokenizer
     counts = torch.arange(320).flip(0) + 1
     save_token_counts(folder / "run/token_counts.safetensors", counts, tokenizer_fingerprint(tokenizer), [4])
     turns = [{"id": f"q{i}", "turns": [text, "and the mat?"][: 1 + i % 2]} for i, text in enumerate(PROMPTS)]

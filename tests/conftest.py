@@ -12,6 +12,10 @@ from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
+from draftsmith.recipes.schema import TargetSection
+
 # Models this small are faster on one thread, and tests side by side do not wait for each other; children inherit it.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -77,6 +81,13 @@ def make_target(family: str = "llama", num_layers: int = 7, seed: int = 0, **ove
     config = make_config(family, num_layers, **overrides)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def files_of(target: Target, model: str = "somewhere") -> TargetFiles:
+    """As if the target's files lay there, with the tests' tokenizer."""
+    files = TargetFiles(TargetSection(model=model))
+    vars(files).update(config=target.model.config, tokenizer=make_tokenizer())
+    return files
 
 
 @pytest.fixture(autouse=True)

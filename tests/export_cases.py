@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import save_drafter, target_identity, target_layout
+from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.drafters import build_drafter, config_class
 from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.formats.exporting import Source
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from tests.conftest import VOCAB_SIZE, make_target, make_tokenizer
+from tests.conftest import VOCAB_SIZE, files_of, make_target, make_tokenizer
 
 CUT = 200  # tokens of a draft vocabulary
 # (kind, base, draft tokens or None, what its config says beyond the target's shape)
@@ -78,8 +77,8 @@ def save_target(directory: Path, **overrides: Any) -> Path:
 def trained(directory: Path, target_dir: Path | str, drafter: FeatureDrafter, **overrides: Any) -> Source:
     """A checkpoint as training writes it."""
     target = target_of(**overrides)
-    identity = target_identity(target, str(target_dir), None, tokenizer_fingerprint(make_tokenizer()))
-    identity |= {"layout": target_layout(target.model.config, torch.float32)}
+    files = files_of(target, str(target_dir))
+    identity = files.identity_of(target) | {"layout": files.layout(torch.float32)}
     made = {"versions": {"draftsmith": "0"}, "command": ["draftsmith train", "x.yaml"], "data": {}}
     save_drafter(directory, drafter, identity, "", made)
     return Source.read(directory)

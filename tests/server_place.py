@@ -8,7 +8,8 @@ import pytest
 from transformers import AutoConfig
 
 from draftsmith.data_gen.server import generator as server_generator
-from draftsmith.models.chat import load_tokenizer, render_prompt
+from draftsmith.models.chat import render_prompt
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import VOCAB_SIZE, make_tokenizer
@@ -28,7 +29,7 @@ class Place(RegenerationPlace):
         config = AutoConfig.for_model("llama", vocab_size=VOCAB_SIZE, eos_token_id=STOP, max_position_embeddings=512)
         config.save_pretrained(target)
         make_tokenizer().save_pretrained(target)
-        self.tokenizer = load_tokenizer(TargetSection(model=str(target)))
+        self.tokenizer = TargetFiles(TargetSection(model=str(target))).tokenizer
         super().__init__(folder, target, capsys, {"kind": "openai", "max_new_tokens": LIMIT, "temperature": 0.7})
 
     def change(self, **constants: float) -> None:

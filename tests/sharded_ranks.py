@@ -13,7 +13,8 @@ from torch import distributed
 from draftsmith.models.alignment import Documents
 from draftsmith.models.costs import shared_out, target_size
 from draftsmith.models.digests import tensor_digest
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.run.sharded_target import ShardedTarget, load_sharded
 
@@ -25,7 +26,7 @@ def held(target: Target) -> list[int]:
 
 def check(model: str, dtype: Any, rank: int, ranks: int) -> None:
     section = TargetSection(model=model, dtype=dtype, device="cpu")
-    mine, whole = ShardedTarget(load_sharded(section)), Target(load_causal_lm(section))
+    mine, whole = ShardedTarget(load_sharded(TargetFiles(section))), Target(TargetFiles(section).load_model())
     sizes = held(whole)
     assert held(mine) == [0] * len(sizes)
 

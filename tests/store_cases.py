@@ -14,8 +14,8 @@ from draftsmith.data_gen import capture as script
 from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.jobs import layers_of
 from draftsmith.data_gen.states.store import StoreManifest
-from draftsmith.models.chat import load_tokenizer
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
@@ -86,11 +86,11 @@ def capture(recipe_path: Path, *arguments: str) -> None:
 
 
 def rows_of(recipe: Recipe) -> list[TrainingRow]:
-    return usable_rows(recipe, load_tokenizer(recipe.target), Rejects())
+    return usable_rows(recipe, TargetFiles(recipe.target), Rejects())
 
 
 def target_of(recipe: Recipe) -> Target:
-    model = load_causal_lm(recipe.target)
+    model = TargetFiles(recipe.target).load_model()
     return Target(model, layers_of(recipe, model.config))
 
 

@@ -11,11 +11,10 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.recorded.answers import check_answers_before_loading, read_answers
 from draftsmith.models.adapter import CONFIG, WEIGHTS, adapter_digest
 from draftsmith.models.checkpoint import check_identity
-from draftsmith.models.target import load_causal_lm
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import make_target
@@ -49,7 +48,7 @@ def section_of(target_dir: Path, adapter: Path | None) -> TargetSection:
 def test_answers_are_those_that_peft_generates(target_dir: Path, adapter: Path) -> None:
     plain: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
     theirs: Any = PeftModel.from_pretrained(plain, str(adapter)).eval()
-    ours = load_causal_lm(section_of(target_dir, adapter))
+    ours = TargetFiles(section_of(target_dir, adapter)).load_model()
     assert type(ours) is type(plain) and not any(p.requires_grad for p in ours.parameters())
     prompt = torch.arange(20, 32)[None]
     settings: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 40}
@@ -57,7 +56,7 @@ def test_answers_are_those_that_peft_generates(target_dir: Path, adapter: Path) 
         torch.testing.assert_close(ours(prompt).logits, theirs(prompt).logits, atol=1e-4, rtol=1e-4)
         expected = theirs.generate(input_ids=prompt, **settings)
         assert torch.equal(ours.generate(input_ids=prompt, **settings), expected)
-        without = load_causal_lm(section_of(target_dir, None)).generate(input_ids=prompt, **settings)
+        without = TargetFiles(section_of(target_dir, None)).load_model().generate(input_ids=prompt, **settings)
     assert not torch.equal(without, expected)
 
 
@@ -104,16 +103,16 @@ def test_a_wrong_adapter_is_one_message(
     target_dir: Path, adapter: Path, tmp_path: Path, problem: str, message: str
 ) -> None:
     with pytest.raises(UserError, match=f"^target.adapter: .*{message}"):
-        load_causal_lm(section_of(target_dir, broken(adapter, tmp_path / "broken", problem)))
+        TargetFiles(section_of(target_dir, broken(adapter, tmp_path / "broken", problem))).load_model()
 
 
 def test_other_methods_and_missing_folders(target_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"target\.adapter: .* is not a folder with adapter_config\.json"):
-        load_causal_lm(section_of(target_dir, tmp_path / "nothing"))
+        TargetFiles(section_of(target_dir, tmp_path / "nothing")).load_model()
     settings = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
     get_peft_model(make_target(), settings).save_pretrained(str(tmp_path / "ia3"))
     with pytest.raises(UserError, match="is of type 'IA3'; only LORA can be merged"):
-        load_causal_lm(section_of(target_dir, tmp_path / "ia3"))
+        TargetFiles(section_of(target_dir, tmp_path / "ia3")).load_model()
 
 
 def test_one_of_two_tied_tables_cannot_be_adapted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -121,11 +120,11 @@ def test_one_of_two_tied_tables_cannot_be_adapted(tmp_path: Path, tokenizer: Pre
     tied.save_pretrained(tmp_path / "tied")
     write_adapter(tmp_path / "adapter", tied, target_modules=["lm_head"])
     with pytest.raises(UserError, match="changes the embeddings or the head, which are one table"):
-        load_causal_lm(section_of(tmp_path / "tied", tmp_path / "adapter"))
+        TargetFiles(section_of(tmp_path / "tied", tmp_path / "adapter")).load_model()
 
 
 def test_the_adapter_is_part_of_the_target_s_identity(target_dir: Path, adapter: Path, tmp_path: Path) -> None:
-    plain, adapted = (TargetFacts.read(section_of(target_dir, each)) for each in (None, adapter))
+    plain, adapted = (TargetFiles.read(section_of(target_dir, each)) for each in (None, adapter))
     other = broken(adapter, tmp_path / "other", "nan")
     digests = [adapter_digest(section_of(target_dir, each)) for each in (None, adapter, other)]
     assert digests[0] is None and len(set(digests)) == 3

@@ -12,6 +12,7 @@ from draftsmith.data_gen.answers import generators
 from draftsmith.data_gen.states import capturing
 from draftsmith.data_gen.states.store import StoreManifest
 from draftsmith.data_gen.states.written import WrittenRows
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from tests.conftest import make_tokenizer
@@ -40,7 +41,7 @@ def capture(place: Workspace, *arguments: str) -> None:
 
 
 def no_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capturing, "loaded_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("the target was loaded"))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_states_of_two_kinds_do_not_mix(place: Workspace, monkeypatch: pytest.Mo
     place.run(*states_of(place), "data.max_prompts=5")  # three rows lack states
     with pytest.raises(UserError, match=r"capture_layers: \[0, 1, 2\] there, \[0, 1\] now"):
         capture(place, *states_of(place, "drafter.capture_layers=[0,1]"))
-    monkeypatch.setattr(generators, "Lineup", None)
+    monkeypatch.setattr(generators, "LoadedModels", None)
     with pytest.raises(UserError, match=r"dtype: 'float32' there, 'int8' now"):
         place.run(*states_of(place, dtype="int8"))
 
@@ -190,7 +191,7 @@ def test_a_store_that_is_there_gets_no_further_rows(place: Workspace) -> None:
 def test_the_plan_says_how_large_the_states_are(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     place.ask(6)
     with monkeypatch.context() as patch:
-        patch.setattr(generators, "Lineup", None)
+        patch.setattr(generators, "LoadedModels", None)
         printed = place.run("--plan", *states_of(place))
         assert "states         [0, 1, 2] and the last, in float32: at most " in printed
         assert "are free" in printed and not (place.folder / "states").exists()

@@ -13,15 +13,17 @@ from safetensors.torch import load_file, save_file
 from draftsmith.data_gen import label_trees
 from draftsmith.data_gen.trees.labelled_trees import Trees
 from draftsmith.eval.decoding.contenders import (
-    Lineup,
     check_contenders,
     contenders_of,
     drafter_identity,
+    loaded_proposer,
     main_contender,
 )
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
-from draftsmith.models.chat import load_config, tokenizer_fingerprint
+from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import read_drafter, save_drafter
+from draftsmith.models.loaded_models import LoadedModels
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, load_token_counts, save_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
@@ -42,7 +44,7 @@ def test_a_classifier_for_another_drafter_is_refused(place: Path, tmp_path: Path
         tree = f"eval.tree={{policy: c2t, c2t: {{classifier: {tmp_path / 'c2t'}}}}}"
         contender = replace(main_contender(recipe_of(place, tree)), drafter=drafter)
         check_contenders(recipe, [contender])
-        Lineup(recipe.target).proposer(contender)
+        loaded_proposer(LoadedModels(TargetFiles(recipe.target)), contender)
 
     shutil.copytree(place / "run/drafter", tmp_path / "moved")
     check(mine)
@@ -57,12 +59,12 @@ def test_a_classifier_for_another_drafter_is_refused(place: Path, tmp_path: Path
             check(mine | words)
     contender = main_contender(recipe_of(place, f"eval.tree={{policy: c2t, c2t: {{classifier: {tmp_path / 'c2t'}}}}}"))
     with pytest.raises(UserError, match="a classifier for another drafter"):  # the Python API checks no contenders
-        Lineup(recipe.target).proposer(contender)
+        loaded_proposer(LoadedModels(TargetFiles(recipe.target)), contender)
 
 
 def counts_of(path: Path, target_dir: Path, favoured: int) -> Path:
     """Token counts of the target's tokenizer, by which the tokens from `favoured` on are the most frequent."""
-    vocab_size = load_config(TargetSection(model=str(target_dir))).vocab_size
+    vocab_size = TargetFiles(TargetSection(model=str(target_dir))).config.vocab_size
     counts = torch.arange(vocab_size, 0, -1).roll(favoured)
     save_token_counts(path, counts, tokenizer_fingerprint(make_tokenizer()), [2])
     return path
@@ -82,7 +84,7 @@ def test_a_cut_by_another_ranking_is_another_drafter(
     def check(counts: Path, *through: str) -> None:
         recipe = recipe_of(place, f"eval.tree={{{keys}}}", f"eval.token_counts={counts}")
         if "python" in through:
-            Lineup(recipe.target).proposer(main_contender(recipe))
+            loaded_proposer(LoadedModels(TargetFiles(recipe.target)), main_contender(recipe))
         else:
             check_contenders(recipe, [main_contender(recipe)])
 
@@ -109,7 +111,7 @@ def test_a_causal_lm_is_known_by_its_weights_and_its_target(
         row = f"eval.also=[{{name: lm, proposer: causal_lm, draft_model: {{model: {model}}}, tree: {tree}}}]"
         recipe = recipe_of(place, row, f"target.model={target}")
         check_contenders(recipe, contenders_of(recipe)[1:])
-        Lineup(recipe.target).proposer(contenders_of(recipe)[1])
+        loaded_proposer(LoadedModels(TargetFiles(recipe.target)), contenders_of(recipe)[1])
 
     load(tmp_path / "copy", tmp_path / "moved")
     for changed, told in ((tmp_path / "copy", "draft_model"), (tmp_path / "moved", "target")):
@@ -122,7 +124,7 @@ def test_a_causal_lm_is_known_by_its_weights_and_its_target(
 
 
 def test_classifier_and_drafter_keep_what_is_not_theirs(place: Path, tmp_path: Path) -> None:
-    lineup = Lineup(recipe_of(place).target)
+    lineup = LoadedModels(TargetFiles(recipe_of(place).target))
     drafter = read_drafter(place / "run/drafter", lineup.target.frozen_head)
     writers: list[Callable[[], None]] = [
         lambda: C2tClassifier(C2tConfig()).save(tmp_path / "c2t", {"metrics.jsonl": ""}),

@@ -15,8 +15,10 @@ from draftsmith.data_gen import label_trees
 from draftsmith.data_gen.trees import labelling
 from draftsmith.data_gen.trees.labelled_trees import Trees
 from draftsmith.eval import acceptance
-from draftsmith.eval.decoding.contenders import Lineup, main_contender
+from draftsmith.eval.decoding.contenders import loaded_drafting, loaded_identity, main_contender
 from draftsmith.models.c2t import C2tClassifier, C2tConfig, read_c2t_config
+from draftsmith.models.loaded_models import LoadedModels
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.train import c2t
 from tests.c2t_cases import content_of, made_trees, recipe_of
@@ -33,8 +35,8 @@ def test_from_answers_to_acceptance(place: Path, script: Callable[..., str], tmp
     assert not (tmp_path / "rows").exists()
     script(label_trees, labels)
     trees = Trees.read(tmp_path / "rows")
-    lineup, drafts = Lineup(recipe_of(place).target), main_contender(recipe_of(place))
-    assert trees.about["drafter"] == lineup.drafter_identity(drafts, lineup.drafting(drafts).vocab)
+    lineup, drafts = LoadedModels(TargetFiles(recipe_of(place).target)), main_contender(recipe_of(place))
+    assert trees.about["drafter"] == loaded_identity(lineup, drafts, loaded_drafting(lineup, drafts).vocab)
     assert (trees.about["entropy_over"], trees.about["answers"]) == (1000, 8)
     assert len(trees.accepted) + trees.about["dropped_beyond"] == 52 * len(trees.sizes)
     assert int(trees.accepted.sum()) > 20

@@ -30,8 +30,7 @@ from draftsmith.data_gen.states.capture_processes import Team
 from draftsmith.data_gen.states.jobs import Job, estimated_bytes
 from draftsmith.data_gen.states.shards import file_problem
 from draftsmith.data_gen.states.store import ShardBuffer, Store, StoreManifest
-from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.guidance import loaded_target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command import progress
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
@@ -130,7 +129,7 @@ def test_the_plan_says_within_two_percent_what_is_written(
 ) -> None:
     overrides = [*KINDS[kind], f"data.states={tmp_path / 'states'}", f"data.capture.dtype={dtype}"]
     recipe = load_recipe(recipe_path, overrides)
-    job = Job.of(recipe, rows_of(recipe), tokenizer_fingerprint(load_tokenizer(recipe.target)))
+    job = Job.of(recipe, rows_of(recipe), TargetFiles(recipe.target))
     capture(recipe_path, *overrides, "--plan")
     assert not (tmp_path / "states").exists() and "are free" in capsys.readouterr().out
     capture(recipe_path, *overrides)
@@ -179,7 +178,7 @@ def test_processes_share_the_shards_and_write_what_one_writes(
 
     def load(*arguments: Any) -> Any:
         with one_at_a_time:
-            return loaded_target(*arguments)
+            return really_load(*arguments)
 
     def fill(*arguments: Any) -> None:
         team = by_thread[threading.get_ident()]
@@ -195,9 +194,9 @@ def test_processes_share_the_shards_and_write_what_one_writes(
         by_thread[threading.get_ident()] = team
         capturing.capture_with(team, script.read_command)
 
-    really_fill, really_write = capturing.fill, ShardBuffer.write
+    really_load, really_fill, really_write = TargetFiles.load, capturing.fill, ShardBuffer.write
     monkeypatch.setattr(progress, "SHOWN_AFTER_SECONDS", 0)
-    monkeypatch.setattr(capturing, "loaded_target", load)
+    monkeypatch.setattr(TargetFiles, "load", load)
     monkeypatch.setattr(capturing, "fill", fill)
     monkeypatch.setattr(ShardBuffer, "write", write)
     monkeypatch.setattr(sys, "argv", ["capture.py", str(recipe_path), f"data.states={tmp_path / 'states'}"])
@@ -215,7 +214,7 @@ def test_processes_share_the_shards_and_write_what_one_writes(
 def test_a_process_begins_when_rank_0_has_found_everything_in_order(
     recipe_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(capturing, "loaded_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("the target was loaded"))
     monkeypatch.setattr(sys, "argv", ["capture.py", str(recipe_path), f"data.states={store}"])
     words = HashStore()
     capturing.capture_with(Team(0, 2, 0, words), script.read_command)
@@ -239,9 +238,11 @@ def test_a_process_begins_when_rank_0_has_found_everything_in_order(
 
 def test_processes_that_capture_something_else_than_rank_0_say_so(recipe_path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(recipe_path, [f"data.states={tmp_path}"])
-    job = Job.of(recipe, rows_of(recipe)[1:], "another tokenizer")
+    mine, theirs = (TargetFiles(recipe.target) for _ in range(2))
+    vars(mine)["fingerprint"], vars(theirs)["fingerprint"] = "another tokenizer", "this tokenizer"
+    job = Job.of(recipe, rows_of(recipe)[1:], mine)
     words = HashStore()
-    Team(0, 2, 0, words).publish("made_of", Job.of(recipe, rows_of(recipe), "this tokenizer").made_of)
+    Team(0, 2, 0, words).publish("made_of", Job.of(recipe, rows_of(recipe), theirs).made_of)
     with pytest.raises(UserError) as raised:
         capturing.check_same(Team(1, 2, 1, words), job.made_of)
     said = str(raised.value)
@@ -282,7 +283,7 @@ def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert teams[4].take_device("cuda") == "cuda:1" and teams[2].take_device("cuda:1") is None
     with pytest.raises(UserError, match=r"the machine of rank 5 has 2 of kind cuda for 3 processes or more; start 2"):
         teams[5].take_device("auto")
-    assert Team().take_device("auto") is None  # load_causal_lm decides
+    assert Team().take_device("auto") is None  # `TargetFiles.load` decides
 
 
 def test_processes_without_a_place_to_meet_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.key_values import SlotTree
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
@@ -144,7 +145,7 @@ def test_another_vocabulary_is_refused() -> None:
 def test_loading_takes_any_number_of_layers(tmp_path) -> None:
     """EAGLE-3's default capture layers, which small models are too shallow for, are not asked for."""
     make_target(num_layers=1).save_pretrained(tmp_path)
-    small = load_draft_model(TargetSection(model=str(tmp_path), dtype="float32", device="cpu"))
+    small = load_draft_model(TargetFiles(TargetSection(model=str(tmp_path), dtype="float32", device="cpu")))
     assert small.num_layers == 1 and small.vocab_size == 320
     with pytest.raises(UserError, match=r"^draft_model\.model"):
-        load_draft_model(TargetSection(model=str(tmp_path / "nothing")))
+        load_draft_model(TargetFiles(TargetSection(model=str(tmp_path / "nothing"))))

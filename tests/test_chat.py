@@ -16,13 +16,13 @@ from draftsmith.data_gen.rows.training_rows import training_rows
 from draftsmith.models.chat import (
     RenderError,
     answer_message,
-    load_tokenizer,
     prompt_date,
     render_prompt,
     template_variables,
     tokenizer_fingerprint,
 )
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, cut_vocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
@@ -94,7 +94,7 @@ def make_dir(
 
 
 def prompt_of(directory: Path, messages: Any = USER, tools: Any = None, **wishes: Any) -> str:
-    tokenizer = load_tokenizer(section(directory, **wishes))
+    tokenizer = TargetFiles(section(directory, **wishes)).tokenizer
     return str(tokenizer.decode(list(render_prompt(tokenizer, messages, tools))))
 
 
@@ -106,7 +106,7 @@ def test_thinking_reaches_macros_namespaces_and_tests_of_definedness(tmp_path: P
     assert prompt_of(tmp_path).endswith("<|assistant|>on")
     assert prompt_of(tmp_path, thinking=True).endswith("<|assistant|>on")
     assert prompt_of(tmp_path, thinking=False).endswith("<|assistant|>off<think></think>")
-    assert len({tokenizer_fingerprint(load_tokenizer(section(tmp_path, thinking=t))) for t in (None, True, False)}) == 3
+    assert len({TargetFiles(section(tmp_path, thinking=t)).fingerprint for t in (None, True, False)}) == 3
 
 
 def test_both_names_of_the_switch_are_set(tmp_path: Path) -> None:
@@ -114,11 +114,11 @@ def test_both_names_of_the_switch_are_set(tmp_path: Path) -> None:
     make_dir(tmp_path, template)
     assert (prompt_of(tmp_path), prompt_of(tmp_path, thinking=True)) == ("F", "T")
     with pytest.raises(UserError, match=r"target\.thinking: the chat template has no switch"):
-        load_tokenizer(section(make_dir(tmp_path / "plain", CHAT_TEMPLATE), thinking=False))
+        _ = TargetFiles(section(make_dir(tmp_path / "plain", CHAT_TEMPLATE), thinking=False)).tokenizer
     # An attribute of a message, or a variable that the template sets itself, is no switch.
     own = "{% set enable_thinking = true %}{{ messages[0].thinking }}{{ enable_thinking }}"
     with pytest.raises(UserError, match=r"target\.thinking: the chat template has no switch"):
-        load_tokenizer(section(make_dir(tmp_path / "own", own), thinking=False))
+        _ = TargetFiles(section(make_dir(tmp_path / "own", own), thinking=False)).tokenizer
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,9 @@ def test_template_args_keep_their_values(tmp_path: Path, value: Any) -> None:
 )
 def test_setting_variables_adds_and_removes_nothing(tmp_path: Path, template: str) -> None:
     make_dir(tmp_path, template)
-    tokenizer = load_tokenizer(section(tmp_path))
+    tokenizer = TargetFiles(section(tmp_path)).tokenizer
     given = str(tokenizer.apply_chat_template(USER, tokenize=False, a="v"))
-    wished = load_tokenizer(section(tmp_path, template_args={"a": "v"}))
+    wished = TargetFiles(section(tmp_path, template_args={"a": "v"})).tokenizer
     assert wished.apply_chat_template(USER, tokenize=False) == given
 
 
@@ -159,14 +159,15 @@ def test_setting_variables_adds_and_removes_nothing(tmp_path: Path, template: st
 def test_variables_that_nobody_reads_are_refused(tmp_path: Path, args: dict[str, Any], message: str) -> None:
     make_dir(tmp_path, "{{ effort }}{{ messages[0].content }}")
     with pytest.raises(UserError, match=f"target.template_args: the chat template {message}"):
-        load_tokenizer(section(tmp_path, template_args=args))
+        _ = TargetFiles(section(tmp_path, template_args=args)).tokenizer
 
 
 @pytest.mark.parametrize(
     ("template", "switches"),
     [
-        ("{% for m in messages %}{% if m.a %}{% set b = m.a %}{% endif %}{{ b }}{% endfor %}", "none"),
-        ("{% if messages %}{% set b = 1 %}{% else %}{% set b = 2 %}{% endif %}{{ b }}", "none"),
+        ("{% for m in messages %}{% set b = m.a %}{{ b }}{% endfor %}", "none"),
+        # A branch may leave it unset, which Jinja takes for reading it from outside.
+        ("{% if messages %}{% set b = 1 %}{% else %}{% set b = 2 %}{% endif %}{{ b }}", "b"),
         ("{% set b %}{{ c }}{% endset %}{% for c in b %}{{ c }}{% endfor %}", "c"),
         ("{% macro f(b, c=d) %}{{ b }}{{ c }}{% endmacro %}{{ f(1) }}", "d"),
         ("{% with b = c %}{{ b }}{% endwith %}", "c"),
@@ -184,7 +185,7 @@ def test_variables_that_nobody_reads_are_refused(tmp_path: Path, args: dict[str,
 def test_what_a_template_sets_itself_is_no_switch(tmp_path: Path, template: str, switches: str) -> None:
     make_dir(tmp_path, template)
     with pytest.raises(UserError, match=f"does not read 'none_such'; what it reads: {switches}$"):
-        load_tokenizer(section(tmp_path, template_args={"none_such": 1}))
+        _ = TargetFiles(section(tmp_path, template_args={"none_such": 1})).tokenizer
 
 
 # As templates ask for the date: in a macro, if it is defined, to count with it.
@@ -198,13 +199,13 @@ DATED = """\
 def test_a_template_writes_the_date_of_the_recipe(tmp_path: Path, day: str) -> None:
     wanted = "%Y-%m-%d, %d %b %Y: %A %a %B %-d %-m %e %F %D %j %H:%M:%S"
     make_dir(tmp_path, DATED.replace("FORMAT", wanted))
-    tokenizer = load_tokenizer(section(tmp_path, date=day))
+    tokenizer = TargetFiles(section(tmp_path, date=day)).tokenizer
     asked = date.fromisoformat(day)
     assert tokenizer.apply_chat_template(USER, tokenize=False) == f"{asked:{wanted}} {asked.day - 1}"
     assert prompt_date(tokenizer) == day
     # A drafter is for every day.
-    assert tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(load_tokenizer(section(tmp_path)))
-    given = load_tokenizer(section(tmp_path, date=day, template_args={"date_string": "now"}))
+    assert tokenizer_fingerprint(tokenizer) == TargetFiles(section(tmp_path)).fingerprint
+    given = TargetFiles(section(tmp_path, date=day, template_args={"date_string": "now"})).tokenizer
     assert given.apply_chat_template(USER, tokenize=False) == f"now {asked.day - 1}"
     assert tokenizer_fingerprint(given) != tokenizer_fingerprint(tokenizer)
 
@@ -216,31 +217,31 @@ def test_dates_are_read_as_yaml_writes_them(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"`target\.date`: expected (a date, YYYY-MM-DD|text)"):
             load_recipe(tmp_path / "recipe.yaml", [f"target.date={wrong}"])
     with pytest.raises(UserError, match=r"target\.date: the chat template writes no date; leave target\.date out"):
-        load_tokenizer(section(make_dir(tmp_path, CHAT_TEMPLATE), date="2025-07-06"))
+        _ = TargetFiles(section(make_dir(tmp_path, CHAT_TEMPLATE), date="2025-07-06")).tokenizer
 
 
 def test_thinking_is_said_once(tmp_path: Path) -> None:
     make_dir(tmp_path, THINKING)
     with pytest.raises(UserError, match=r"enable_thinking conflicts with target\.thinking"):
-        load_tokenizer(section(tmp_path, thinking=True, template_args={"enable_thinking": False}))
+        _ = TargetFiles(section(tmp_path, thinking=True, template_args={"enable_thinking": False})).tokenizer
 
 
 def test_a_template_from_a_file(tmp_path: Path) -> None:
     make_dir(tmp_path / "base", None)
     with pytest.raises(UserError, match=r"no chat template.*target\.chat_template"):
-        load_tokenizer(section(tmp_path / "base"))
+        _ = TargetFiles(section(tmp_path / "base")).tokenizer
     file = tmp_path / "chat.jinja"
     file.write_text(CHAT_TEMPLATE)
     wished = section(tmp_path / "base", chat_template=str(file))
-    assert tokenizer_fingerprint(load_tokenizer(wished)) == tokenizer_fingerprint(
-        load_tokenizer(section(make_dir(tmp_path / "tuned", CHAT_TEMPLATE)))
+    assert (
+        TargetFiles(wished).fingerprint == TargetFiles(section(make_dir(tmp_path / "tuned", CHAT_TEMPLATE))).fingerprint
     )
     file.write_text("line one\n{% if messages %}\n{% endfor %}")
     with pytest.raises(UserError, match="the chat template is not a valid Jinja template: line 3: "):
-        load_tokenizer(wished)
+        _ = TargetFiles(wished).tokenizer
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"target\.chat_template: cannot read .*chat\.jinja"):
-        load_tokenizer(wished)
+        _ = TargetFiles(wished).tokenizer
 
 
 def test_a_missing_template_file_is_named_with_its_line(tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ def test_named_templates(tmp_path: Path) -> None:
     assert prompt_of(tmp_path / "both", tools=[{"type": "function", "function": {"name": "f"}}], **wishes) == "Tlow"
     make_dir(tmp_path / "other", {"rag": "R", "tool_use": "T"})
     with pytest.raises(UserError, match="named rag, tool_use, none of them default"):
-        load_tokenizer(section(tmp_path / "other"))
+        _ = TargetFiles(section(tmp_path / "other")).tokenizer
 
 
 # The tokenizer beside its model.
@@ -266,14 +267,14 @@ def test_named_templates(tmp_path: Path) -> None:
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
     tokens = len(make_tokenizer())
-    load_tokenizer(section(make_dir(tmp_path / "equal", CHAT_TEMPLATE, vocab_size=tokens)))
+    _ = TargetFiles(section(make_dir(tmp_path / "equal", CHAT_TEMPLATE, vocab_size=tokens))).tokenizer
     with pytest.raises(UserError, match=rf"knows tokens up to {tokens - 1} .* has {tokens - 1} rows"):
-        load_tokenizer(section(make_dir(tmp_path / "less", CHAT_TEMPLATE, vocab_size=tokens - 1)))
+        _ = TargetFiles(section(make_dir(tmp_path / "less", CHAT_TEMPLATE, vocab_size=tokens - 1))).tokenizer
 
 
 def test_a_special_token_without_embedding_refuses_only_what_holds_it(tmp_path: Path) -> None:
     make_dir(tmp_path, CHAT_TEMPLATE, ["<image>"], vocab_size=len(make_tokenizer()))
-    tokenizer = load_tokenizer(section(tmp_path))
+    tokenizer = TargetFiles(section(tmp_path)).tokenizer
     assert render_prompt(tokenizer, USER)
     with pytest.raises(RenderError, match="a token the target lacks: '<image>'"):
         render_prompt(tokenizer, [{"role": "user", "content": "an <image> here"}])
@@ -283,8 +284,8 @@ def test_an_embedding_padded_beyond_the_tokenizer(tmp_path: Path) -> None:
     """Ids without a token: the target may say them, the ranking counts them, a draft vocabulary may hold them."""
     make_target(num_layers=7, vocab_size=384).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(section(tmp_path))
-    target = Target(load_causal_lm(section(tmp_path)))
+    tokenizer = TargetFiles(section(tmp_path)).tokenizer
+    target = Target(TargetFiles(section(tmp_path)).load_model())
     assert target.vocab_size == 384
     assert answer_message(tokenizer, [350, 383, 4])["content"] == ""
     log = tmp_path / "c.jsonl"

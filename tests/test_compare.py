@@ -13,11 +13,13 @@ import yaml
 
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding import contenders, proposers
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe, named
-from draftsmith.eval.measured import evaluation
+from draftsmith.eval.decoding.contenders import Contender, check_contenders, describe, named
+from draftsmith.eval.measured import benchmarks, evaluation
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.measured.compared import load_all, split_overrides
+from draftsmith.models import loaded_models
 from draftsmith.models.chat import tokenizer_fingerprint
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import save_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
@@ -246,8 +248,8 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
     def never(*_: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(contenders, "loaded_target", never)
-    monkeypatch.setattr(contenders, "load_draft_model", never)
+    monkeypatch.setattr(TargetFiles, "load", never)
+    monkeypatch.setattr(loaded_models, "load_draft_model", never)
     for said, overrides in mistakes(place, target_dir):
         with pytest.raises(UserError, match=said):
             run_main(acceptance, place / "recipe.yaml", *overrides)
@@ -318,7 +320,7 @@ def test_every_problem_has_its_place(place: Path) -> None:
 
 
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contenders, "loaded_target", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("weights were loaded"))
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_weights_are_loaded(
@@ -349,7 +351,7 @@ def test_an_interrupted_run_leaves_the_older_one_whole(
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    for owner, name, kept in ((evaluation, "how_made", True), (Lineup, "proposer", False)):
+    for owner, name, kept in ((evaluation, "how_made", True), (benchmarks, "loaded_proposer", False)):
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, interrupted)

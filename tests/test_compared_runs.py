@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 
 from draftsmith.eval import acceptance
-from draftsmith.eval.decoding import contenders
-from draftsmith.eval.decoding.contenders import Lineup, check_contenders, contenders_of
+from draftsmith.eval.decoding.contenders import check_contenders, contenders_of, loaded_drafting, loaded_proposer
 from draftsmith.eval.measured import benchmarks
 from draftsmith.eval.measured.benchmarks import PLAIN, Bench, load_questions
 from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.page import files as report_files
+from draftsmith.models import loaded_models
+from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
@@ -49,20 +51,21 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
         loads.append(name)
         return load(*given, **also)
 
-    for name in ("loaded_target", "load_drafter", "load_draft_model"):
-        monkeypatch.setattr(contenders, name, partial(logged, name, getattr(contenders, name)))
-    lineup = Lineup(recipe.target)
-    proposers = {c.name: lineup.proposer(c) for c in found}
-    assert loads == ["loaded_target", "load_drafter", "load_draft_model", "load_drafter"]
+    for name in ("load_drafter", "load_draft_model"):
+        monkeypatch.setattr(loaded_models, name, partial(logged, name, getattr(loaded_models, name)))
+    lineup = LoadedModels(TargetFiles(recipe.target))
+    proposers = {c.name: loaded_proposer(lineup, c) for c in found}
+    assert loads == ["load_drafter", "load_draft_model", "load_drafter"]
     main = found[0].name
     assert {name: tuple(p.capture_layers) for name, p in proposers.items()} == {
         **{main: (2, 3, 4), "lookup": (), "lm": (), "lm cut": (), "cut": (2, 3, 4)},
         **{"eagle3, chain of 3": (1, 5), "b": (1, 5)},
     }
-    sizes = {c.name: lineup.drafting(c).vocab.size for c in found if c.proposer != "prompt_lookup"}
+    sizes = {c.name: loaded_drafting(lineup, c).vocab.size for c in found if c.proposer != "prompt_lookup"}
     assert (sizes[main], sizes["cut"], sizes["lm"], sizes["lm cut"]) == (60, 16, 320, 50)
     # The 16 most frequent of the drafter's tokens 3 to 62, where lower ids were counted more often.
-    assert lineup.drafting(next(c for c in found if c.name == "cut")).vocab.target_ids.tolist() == list(range(3, 19))
+    cut = next(c for c in found if c.name == "cut")
+    assert loaded_drafting(lineup, cut).vocab.target_ids.tolist() == list(range(3, 19))
 
 
 @pytest.mark.slow
@@ -129,7 +132,7 @@ def test_auto_is_chosen_before_anything_is_decoded(place: Path) -> None:
     ]
     out = f"eval.out={place / 'auto'}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contenders, "loaded_target", lambda *_: pytest.fail("weights were loaded"))
+        patch.setattr(TargetFiles, "load", lambda *_: pytest.fail("weights were loaded"))
         with pytest.raises(UserError, match=r"eval\.planner\.answers: .*generations\.jsonl cannot be read"):
             run_main(acceptance, place / "recipe.yaml", out, *automatic)
     run_main(acceptance, place / "recipe.yaml", out)
@@ -151,7 +154,7 @@ def test_a_batch_gives_the_answers_of_one_at_a_time(
 ) -> None:
     """Greedy: token for token. Drawn: too, for the draws of an answer hang on its turn and contender alone."""
     recipe = load_recipe(place / "recipe.yaml")
-    lineup = Lineup(recipe.target)
+    lineup = LoadedModels(TargetFiles(recipe.target))
     sampling = Sampling(temperature)
     asked = load_questions(str(place / "prompts.jsonl"), Rejects(), None)
 
@@ -161,8 +164,8 @@ def test_a_batch_gives_the_answers_of_one_at_a_time(
 
     def answers(size: int) -> dict[tuple[str, str, int], tuple[list[int], list[int]]]:
         found = contenders_of(recipe)
-        proposers = {c.name: lineup.proposer(c, sampling) for c in found}
-        bench = Bench(lineup.target, lineup.tokenizer, lineup.stop_ids, 8, 120, sampling, 0, size)
+        proposers = {c.name: loaded_proposer(lineup, c, sampling) for c in found}
+        bench = Bench(lineup.target, lineup.files.tokenizer, lineup.files.stop_ids, 8, 120, sampling, 0, size)
         with (tmp_path / "log.jsonl").open("w") as file:
             results = bench.run(asked, {**proposers}, found[0].name, file, rejects := Rejects())
         assert not rejects.total
@@ -186,9 +189,9 @@ def test_a_turn_that_cannot_be_asked_ends_its_own_conversation_alone(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe(place / "recipe.yaml")
-    lineup = Lineup(recipe.target)
+    lineup = LoadedModels(TargetFiles(recipe.target))
     asked = load_questions(str(place / "prompts.jsonl"), Rejects(), None)
-    bench = Bench(lineup.target, lineup.tokenizer, lineup.stop_ids, 16, 512, batch_size=4)
+    bench = Bench(lineup.target, lineup.files.tokenizer, lineup.files.stop_ids, 16, 512, batch_size=4)
     lengths = {q.id: len(bench.prompt(q, q.turns[0])) for q in asked}
     assert max(lengths, key=lengths.__getitem__) == "q1"
     bench = replace(bench, max_length=lengths["q1"] + 15)

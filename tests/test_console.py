@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from draftsmith.models import starter
-from draftsmith.models.chat import load_config
 from draftsmith.models.drafters import drafter_shape
 from draftsmith.models.eagle3 import Eagle3Config
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command import console, pipeline
 from draftsmith.recipes.command.cli import parse_command
 from draftsmith.recipes.command.inputs import need, prompts
@@ -449,13 +449,13 @@ def test_init_names_states_that_a_target_of_any_depth_has(target_dir: Path, tmp_
     (shallow / "config.json").write_text(json.dumps(config))
     path.write_text(starter.starter_recipe(str(shallow), starter.PROMPTS, path))
     recipe = load_recipe(path)
-    shape = drafter_shape(recipe.drafter, load_config(recipe.target))
+    shape = drafter_shape(recipe.drafter, TargetFiles(recipe.target).config)
     assert isinstance(shape, Eagle3Config) and len(shape.capture_layers) == min(depth, 3)
     if depth == 7:
         assert recipe.drafter.capture_layers is None
         return
     with pytest.raises(UserError, match=r"too shallow for the default .*, for example \[") as raised:
-        drafter_shape(load_recipe(path, ["drafter.capture_layers=null"]).drafter, load_config(recipe.target))
+        drafter_shape(load_recipe(path, ["drafter.capture_layers=null"]).drafter, TargetFiles(recipe.target).config)
     assert str(raised.value).endswith(str(recipe.drafter.capture_layers))  # the advice works, too
 
 

@@ -12,6 +12,7 @@ import yaml
 from draftsmith.data_gen import contamination, rank_vocab
 from draftsmith.data_gen.rows import overlap
 from draftsmith.data_gen.rows.overlap import GRAM, EvaluationIndex, screen
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import read_conversations
@@ -202,7 +203,7 @@ def test_rank_vocab_and_training_leave_out_the_same(
     tokenizer = make_tokenizer()
     digits = {n: tokenizer(str(n), add_special_tokens=False)["input_ids"][-1] for n in range(6)}
     rejects = Rejects()
-    training, validation = inputs.read_rows(recipe, tokenizer, rejects)
+    training, validation = inputs.read_rows(recipe, TargetFiles(recipe.target), rejects)
     ids = {row.id for row in training + validation}
     if action == "remove":
         assert ids == {"t0", "t2", "t3", "t5"} and rejects.counts == {"contaminated": 2}
@@ -238,7 +239,7 @@ def test_what_regenerate_wrote_is_not_listed_twice(tmp_path: Path, target_dir: P
     assert overlap.training_check(recipe) is None
     # Removal looks again: the file may be older than the wish.
     removing = recipe_of(tmp_path, target_dir, "remove", prompts=str(tmp_path / "p.jsonl"))
-    rows, _ = inputs.read_rows(removing, make_tokenizer(), Rejects())
+    rows, _ = inputs.read_rows(removing, TargetFiles(removing.target), Rejects())
     assert {row.id for row in rows} <= {"t0", "t2", "t3", "t5"}
 
 
@@ -271,7 +272,7 @@ def test_evaluation_prompts_that_cannot_be_read(
     removing = recipe("remove", sources)
     for check in (
         lambda: screen(removing, conversations, Rejects()),
-        lambda: inputs.read_rows(removing, make_tokenizer(), Rejects()),
+        lambda: inputs.read_rows(removing, TargetFiles(removing.target), Rejects()),
     ):
         with pytest.raises(UserError) as caught:
             check()

@@ -14,7 +14,8 @@ from draftsmith.data_gen.rows import shown as shown_rows
 from draftsmith.data_gen.rows.training_rows import TrainingRow, rows_of, training_rows, turns_of_messages
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured import benchmarks
-from draftsmith.models.chat import RenderError, decode_answer, load_tokenizer, render_prompt, tokenizer_fingerprint
+from draftsmith.models.chat import RenderError, decode_answer, render_prompt, tokenizer_fingerprint
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
@@ -325,11 +326,7 @@ def test_fingerprint_tells_vocabulary_and_template_apart(tmp_path: Path) -> None
     first(["a", "the cat sat"], padding=True, truncation=True, max_length=4)  # leaves its mark in the backend
     first.save_pretrained(tmp_path)
     make_target(num_layers=1).config.save_pretrained(tmp_path)
-    assert (
-        tokenizer_fingerprint(first)
-        == same
-        == tokenizer_fingerprint(load_tokenizer(TargetSection(model=str(tmp_path))))
-    )
+    assert tokenizer_fingerprint(first) == same == TargetFiles(TargetSection(model=str(tmp_path))).fingerprint
     assert tokenizer_fingerprint(tokenizer_with(LINES)) != same
     first.add_tokens([AddedToken("<tool>")])
     assert tokenizer_fingerprint(first) != same
@@ -337,7 +334,7 @@ def test_fingerprint_tells_vocabulary_and_template_apart(tmp_path: Path) -> None
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot load a tokenizer from .*: the folder has no tokenizer; copy"):
-        load_tokenizer(TargetSection(model=str(tmp_path)))
+        _ = TargetFiles(TargetSection(model=str(tmp_path))).tokenizer
 
 
 # The script.

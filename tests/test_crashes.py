@@ -21,9 +21,9 @@ import yaml
 from safetensors.torch import load_file
 
 from draftsmith.data_gen.states.written import WrittenRows
-from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import file_digest, load_drafter, read_drafter_config, target_identity
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.checkpoint import file_digest, load_drafter, read_drafter_config
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.run.checkpoints import list_checkpoints, publish_checkpoint, settle
 from tests.conftest import make_target, make_tokenizer
@@ -479,8 +479,8 @@ def test_a_drafter_is_there_whenever_its_replacement_is_killed(
 
 def load_drafter_of(recipe: Path, drafter: Path) -> dict[str, torch.Tensor]:
     model = str(recipe.parent / "target")
-    target = Target(load_causal_lm(TargetSection(model=model, dtype="float32", device="cpu")), CAPTURE_LAYERS)
-    identity = target_identity(target, model, None, tokenizer_fingerprint(make_tokenizer()))
+    target = Target(TargetFiles(TargetSection(model=model, dtype="float32", device="cpu")).load_model(), CAPTURE_LAYERS)
+    identity = TargetFiles(TargetSection(model=model)).identity_of(target)
     return load_drafter(drafter, target, identity).state_dict()
 
 

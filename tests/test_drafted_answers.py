@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from draftsmith.data_gen.answers import generators
-from draftsmith.models.chat import load_tokenizer, render_prompt, tokenizer_fingerprint
-from draftsmith.models.checkpoint import save_drafter, target_identity
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.chat import render_prompt
+from draftsmith.models.checkpoint import save_drafter
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
@@ -23,10 +24,10 @@ LAYERS = (0, 1, 2)  # that the drafter reads
 def add_drafter(place: Workspace, steps: int = 60) -> Path:
     """One that knows what this target says to a few prompts."""
     section = TargetSection(model=str(place.target))
-    target, tokenizer = Target(load_causal_lm(section, "cpu"), LAYERS), load_tokenizer(section)
+    target, tokenizer = Target(TargetFiles(section).load_model("cpu"), LAYERS), TargetFiles(section).tokenizer
     prompts = tuple(render_prompt(tokenizer, [{"role": "user", "content": f"the cat {i} 0"}]) for i in range(4))
     drafter = taught(target, DraftVocab.full(target.vocab_size), prompts, length=20, steps=steps)
-    identity = target_identity(target, section.model, None, tokenizer_fingerprint(tokenizer))
+    identity = TargetFiles(section).identity_of(target)
     save_drafter(place.folder / "drafter", drafter, identity, "", {})
     return place.folder / "drafter"
 
@@ -61,14 +62,14 @@ def test_greedy_files_are_the_same_with_a_drafter_and_without(place: Workspace, 
 def test_the_plan_names_the_drafter_and_loads_nothing(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = add_drafter(place, steps=1)
     place.ask(2)
-    monkeypatch.setattr(generators, "Lineup", None)
+    monkeypatch.setattr(generators, "LoadedModels", None)
     printed = place.run("--plan", f"data.generator.drafter={drafter}")
     assert f"drafter        {drafter}, 3 tokens for each pass" in printed and ", drafter 0." in printed
 
 
 def test_what_cannot_draft_is_told_before_anything_is_loaded(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     place.ask(2)
-    monkeypatch.setattr(generators, "Lineup", None)
+    monkeypatch.setattr(generators, "LoadedModels", None)
     with pytest.raises(UserError, match=r"data\.generator\.drafter: .*nowhere: no drafter here"):
         place.run(f"data.generator.drafter={place.folder / 'nowhere'}")
     drafter = add_drafter(place, steps=1)
@@ -79,8 +80,8 @@ def test_what_cannot_draft_is_told_before_anything_is_loaded(place: Workspace, m
     with pytest.raises(UserError, match=r"`data\.generator\.draft_tokens`: needs a drafter"):
         place.run("data.generator.draft_tokens=5")
     section = TargetSection(model=str(place.target))
-    other = Target(load_causal_lm(section, "cpu"), LAYERS)
-    identity = target_identity(other, section.model, None, "of another tokenizer")
+    other = Target(TargetFiles(section).load_model("cpu"), LAYERS)
+    identity = TargetFiles(section).identity_of(other) | {"tokenizer_fingerprint": "another"}
     save_drafter(place.folder / "other", untaught("eagle3", other), identity, "", {})
     with pytest.raises(UserError, match=r"data\.generator\.drafter: .*tokenizer"):
         place.run(f"data.generator.drafter={place.folder / 'other'}")

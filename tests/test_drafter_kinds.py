@@ -20,19 +20,19 @@ from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import contenders_of, main_contender
 from draftsmith.eval.recorded.answers import Recording
 from draftsmith.eval.recorded.replay_contenders import planned_bytes
-from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, save_drafter, target_identity
+from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, save_drafter
 from draftsmith.models.draft_tree import Committed, Drafting
 from draftsmith.models.drafters import drafter_shape, trainable_parameters
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import DrafterSection, TargetSection
-from draftsmith.train.run import loop, trainer
+from draftsmith.train.run import loop
 from draftsmith.train.run.initial_drafter import new_drafter, start_from
-from tests.conftest import make_target, make_tokenizer
+from tests.conftest import files_of, make_target
 from tests.pairs import KINDS, untaught
 from tests.thinning import a_few
 from tests.training_runs import SIX_STEPS, metrics, run_main, train, write_conversations
@@ -93,8 +93,8 @@ def assert_same_weights(first: Path, second: Path) -> None:
 
 @pytest.fixture(scope="module")
 def loaded(target_dir: Path) -> tuple[Target, dict[str, Any]]:
-    target = Target(load_causal_lm(TargetSection(model=str(target_dir), dtype="float32"), "cpu"))
-    return target, target_identity(target, str(target_dir), None, tokenizer_fingerprint(make_tokenizer()))
+    target = Target(TargetFiles(TargetSection(model=str(target_dir), dtype="float32")).load_model("cpu"))
+    return target, TargetFiles(TargetSection(model=str(target_dir))).identity_of(target)
 
 
 def saved(directory: Path, kind: str, loaded: tuple[Target, dict[str, Any]], vocab: DraftVocab | None = None) -> Path:
@@ -298,7 +298,7 @@ def distributions(drafter: FeatureDrafter, target: Target, cut: DraftVocab | Non
 def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
     recipe_of: Any, loaded: tuple[Target, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "loaded_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("the target was loaded"))
     starts = tmp_path / "starts"
     half = DraftVocab(torch.arange(0, 320, 2), 320)
     other = DraftVocab(torch.arange(1, 320, 2), 320)
@@ -308,7 +308,13 @@ def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
     saved(starts / "other words", "eagle3", loaded, other)
     saved(starts / "eagle3.1", "eagle3.1", loaded, half)
     elsewhere = Target(make_target(vocab_size=330))
-    save_drafter(starts / "wide", untaught("eagle", elsewhere), target_identity(elsewhere, "wide", None, "f"), "", {})
+    save_drafter(
+        starts / "wide",
+        untaught("eagle", elsewhere),
+        files_of(elsewhere).identity_of(elsewhere),
+        "",
+        {},
+    )
     for name, start, message in (
         ("poss", "eagle3", "is a drafter of kind eagle3, the recipe asks for poss-2, which may also start from a "),
         ("poss", "eagle3.1", "kind eagle3.1, the recipe asks for poss-2"),

@@ -11,11 +11,11 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer, TreePolicy
 from draftsmith.models.alignment import Documents
 from draftsmith.models.causal_lm import CausalLMDrafting, load_draft_model
-from draftsmith.models.chat import load_config, load_tokenizer
-from draftsmith.models.guidance import GuidedTarget, loaded_target
+from draftsmith.models.guidance import GuidedTarget
 from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import GuidanceSection, TargetSection
 from tests.decoding import decode_batch
@@ -56,7 +56,7 @@ def generated(place: Path, prompt: list[int], scale: float, tokens: int) -> list
 )
 @pytest.mark.parametrize("scale", [0.0, 3.0])
 def test_greedy_answers_are_those_of_generate(place: Path, scale: float, policy: TreePolicy | None) -> None:
-    target = loaded_target(section(place, scale), (0, 1, 2))
+    target = TargetFiles(section(place, scale)).load((0, 1, 2))
     # Its own law without guidance drafts for it: sometimes right.
     unguided = CausalLMDrafting(Target(target.model, (0,)))
     proposer = None if policy is None else PolicyProposer(unguided, policy)
@@ -70,7 +70,7 @@ def test_greedy_answers_are_those_of_generate(place: Path, scale: float, policy:
 
 def test_training_s_states_are_those_of_decoding(place: Path) -> None:
     """Also where documents share a row, and for the final state, which EAGLE-1 reads."""
-    target = loaded_target(section(place, 2.5), (1, 4))
+    target = TargetFiles(section(place, 2.5)).load((1, 4))
     ids = torch.tensor([[*PROMPTS[0], 12, 13, 14, 15, 16], [*PROMPTS[2], 20, 21, 22, 23]], device=target.device)
     states = target.states(ids)
     for row in range(2):
@@ -88,31 +88,31 @@ def test_training_s_states_are_those_of_decoding(place: Path) -> None:
 
 
 def test_scale_1_is_the_plain_target(place: Path) -> None:
-    plain = loaded_target(TargetSection(model=str(place), dtype="float32"), (0,))
+    plain = TargetFiles(TargetSection(model=str(place), dtype="float32")).load((0,))
     ids = torch.tensor([PROMPTS[0]], device=plain.device)
     assert not isinstance(plain, GuidedTarget)
-    torch.testing.assert_close(loaded_target(section(place, 1.0), (0,)).states(ids).last, plain.states(ids).last)
+    torch.testing.assert_close(TargetFiles(section(place, 1.0)).load((0,)).states(ids).last, plain.states(ids).last)
 
 
 def test_words_alone_give_way_to_the_null_token(place: Path) -> None:
     guided = section(place, 2.0)
-    tokenizer = load_tokenizer(guided)
+    tokenizer = TargetFiles(guided).tokenizer
     tokenizer.add_special_tokens({"extra_special_tokens": ["<beyond the model>"]})
-    ids = unconditional_ids(guided, tokenizer, load_config(guided)).tolist()
+    ids = unconditional_ids(guided, tokenizer, TargetFiles(guided).config).tolist()
     assert ids == without_words(list(range(len(VOCABULARY))))
 
 
 def test_a_text_target_and_a_missing_null_token_are_refused(place: Path, target_dir: Path) -> None:
     guided = GuidanceSection(scale=2.0, null="<nothing>")
     with pytest.raises(UserError, match=r"target.guidance.null: .* has no token '<nothing>'"):
-        load_tokenizer(TargetSection(model=str(place), guidance=guided))
+        _ = TargetFiles(TargetSection(model=str(place), guidance=guided)).tokenizer
     with pytest.raises(UserError, match=r"target.guidance: .* writes text"):
-        load_tokenizer(TargetSection(model=str(target_dir), guidance=guided))
+        _ = TargetFiles(TargetSection(model=str(target_dir), guidance=guided)).tokenizer
 
 
 def test_a_guided_draft_model_drafts_by_the_guided_law(place: Path) -> None:
     guided = section(place, 3.0)
-    target = loaded_target(guided, (0,))
-    proposer = PolicyProposer(CausalLMDrafting(load_draft_model(guided)), Chain(3))
+    target = TargetFiles(guided).load((0,))
+    proposer = PolicyProposer(CausalLMDrafting(load_draft_model(TargetFiles(guided))), Chain(3))
     [answer] = decode_batch(target, proposer, PROMPTS[:1], {2}, 16, GREEDY)
     assert answer.accepted_per_round[:-1] == [3] * (answer.rounds - 1)

@@ -8,7 +8,7 @@ from datasets import config as datasets_config
 from huggingface_hub import constants
 from huggingface_hub.errors import RevisionNotFoundError
 
-from draftsmith.models.chat import load_tokenizer
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import hub
 from draftsmith.recipes.prompts.reader import Rejects, read_conversations
@@ -59,7 +59,7 @@ def test_a_model_that_is_nowhere_is_told_after_one_question(
 ) -> None:
     asked = answering(error)
     with pytest.raises(UserError, match=rf"^target\.model: 'nothere' is not a folder in .*, and .*{said}"):
-        load_tokenizer(TargetSection(model="nothere", revision="v9"))
+        _ = TargetFiles(TargetSection(model="nothere", revision="v9")).tokenizer
     assert asked.asked == 1
     assert capsys.readouterr().err == "'nothere' is not a folder here; asking the Hugging Face Hub\n"
 

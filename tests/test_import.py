@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, target_identity
+from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.formats.exporting import export
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.foreign import probe_head, probe_log_probs
 from draftsmith.models.formats.importing import import_drafter, is_ours, read_for
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection, TreeSection
-from tests.conftest import VOCAB_SIZE, make_tokenizer
+from tests.conftest import VOCAB_SIZE, files_of
 from tests.decoding import decode_batch
 from tests.export_cases import (
     CUT,
@@ -53,7 +53,7 @@ def section(home: Path) -> TargetSection:
 def rounds(directory: Path) -> list[list[int]]:
     """Accepted tokens of every round with the drafter in `directory`."""
     target = target_of()
-    identity = target_identity(target, "", None, tokenizer_fingerprint(make_tokenizer()))
+    identity = files_of(target).identity_of(target)
     shape_states = json.loads((directory / "config.json").read_text())["drafter"]["capture_layers"]
     drafter = load_drafter(directory, target, identity, shape_states)
     proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(TreeSection(nodes=12, draft_calls=3, top_k=4)))
@@ -72,7 +72,7 @@ def test_an_export_comes_back_with_the_same_acceptance(name: str, engine: str, h
     if ENGINES[engine].reasons(source.shape, source.target):
         return
     export(source, ENGINES[engine], tmp_path / "export", None, {})
-    import_drafter(read_folder(tmp_path / "export"), section(home), tmp_path / "back")
+    import_drafter(read_folder(tmp_path / "export"), TargetFiles(section(home)), tmp_path / "back")
     assert rounds(tmp_path / "back") == rounds(tmp_path / "own")
 
 
@@ -81,7 +81,7 @@ def test_an_export_comes_back_for_a_target_that_scales_its_embeddings(name: str,
     home = save_target(tmp_path / "target", **SCALED).parent
     source = trained(tmp_path / "own", home / "target", drafter_named(name, **SCALED))
     export(source, ENGINES["vllm"], tmp_path / "export", None, {})
-    shape = import_drafter(read_folder(tmp_path / "export"), section(home), tmp_path / "back")
+    shape = import_drafter(read_folder(tmp_path / "export"), TargetFiles(section(home)), tmp_path / "back")
     assert shape.embedding_scale == 12 and shape.rms_norm_eps == pytest.approx(0.3, rel=1e-5)
     own, back = (probe_log_probs(read_drafter(tmp_path / each, probe_head(shape))) for each in ("own", "back"))
     torch.testing.assert_close(back, own, rtol=1e-5, atol=2e-5)
@@ -90,16 +90,16 @@ def test_an_export_comes_back_for_a_target_that_scales_its_embeddings(name: str,
         del tensors["embed_tokens.weight"]
         save_file(tensors, tmp_path / "export/model.safetensors")
         with pytest.raises(UserError, match=r"scales its embeddings by 12, .* with fc_norm cannot be rewritten"):
-            read_for(read_folder(tmp_path / "export"), section(home))
+            read_for(read_folder(tmp_path / "export"), TargetFiles(section(home)))
 
 
 def test_published_checkpoints_draft_here(home: Path, tmp_path: Path) -> None:
     published_eagle3(tmp_path / "eagle3")
-    shape = import_drafter(read_folder(tmp_path / "eagle3"), section(home), tmp_path / "three")
+    shape = import_drafter(read_folder(tmp_path / "eagle3"), TargetFiles(section(home)), tmp_path / "three")
     assert shape.capture_layers == (2, 3, 4) and shape.draft_vocab_size == CUT  # the published default of 7 layers
     assert shape.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0} and shape.rms_norm_eps == 1e-5
     given = published_eagle(tmp_path / "eagle", target_of().embedding_table.detach())
-    import_drafter(read_folder(tmp_path / "eagle"), section(home), tmp_path / "two")
+    import_drafter(read_folder(tmp_path / "eagle"), TargetFiles(section(home)), tmp_path / "two")
     back = load_file(tmp_path / "two/model.safetensors")
     assert all(torch.equal(back[name], tensor) for name, tensor in given.items() if name != "embed_tokens.weight")
     for directory in ("three", "two"):
@@ -111,7 +111,7 @@ def test_rotary_frequencies_of_older_checkpoints_are_left_out(home: Path, tmp_pa
     config = json.loads((tmp_path / "new/config.json").read_text())
     old = tensors | {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     folder = write_folder(tmp_path / "old", config, old)
-    import_drafter(read_folder(folder), section(home), tmp_path / "out")
+    import_drafter(read_folder(folder), TargetFiles(section(home)), tmp_path / "out")
     assert not any("inv_freq" in name for name in load_file(tmp_path / "out/model.safetensors"))
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": dict.fromkeys(old, "model-00001-of-00001.safetensors")})
@@ -131,7 +131,7 @@ def test_draft_ids_in_any_order_keep_their_rows(home: Path, tmp_path: Path) -> N
     shuffled = tensors | {"d2t": ids - torch.arange(CUT), "lm_head.weight": tensors["lm_head.weight"][order]}
     write_folder(tmp_path / "shuffled", config, shuffled)
     for name in ("ascending", "shuffled"):
-        import_drafter(read_folder(tmp_path / name), section(home), tmp_path / f"{name}-imported")
+        import_drafter(read_folder(tmp_path / name), TargetFiles(section(home)), tmp_path / f"{name}-imported")
     one, other = (load_file(tmp_path / f"{name}-imported/model.safetensors") for name in ("ascending", "shuffled"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
@@ -305,7 +305,7 @@ def test_a_hostile_or_damaged_checkpoint_is_refused_by_name(kind: str, home: Pat
     change, named = HOSTILE[kind]
     change(tmp_path / "hostile", config, dict(tensors))
     with pytest.raises(UserError, match=named):
-        import_drafter(read_folder(tmp_path / "hostile"), section(home), tmp_path / "out")
+        import_drafter(read_folder(tmp_path / "hostile"), TargetFiles(section(home)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -323,7 +323,7 @@ def test_a_pickle_is_read_only_on_request_and_runs_nothing(
     torch.save(tensors, tmp_path / "bin/pytorch_model.bin")
     with pytest.raises(UserError, match="--allow-bin"):
         read_folder(tmp_path / "bin")
-    import_drafter(read_folder(tmp_path / "bin", allow_bin=True), section(home), tmp_path / "out")
+    import_drafter(read_folder(tmp_path / "bin", allow_bin=True), TargetFiles(section(home)), tmp_path / "out")
     for content in ({"fc.weight": Bomb()}, [1, 2]):
         with (tmp_path / "bin/pytorch_model.bin").open("wb") as file:
             pickle.dump(content, file)

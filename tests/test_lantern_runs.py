@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import check_contenders, contenders_of
 from draftsmith.eval.page import files
-from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import save_drafter, target_identity
+from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.image_tokens import ImageTokens
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe, load_recipe
@@ -42,8 +42,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images")
     make_image_target(folder / "target")
     section = TargetSection(model=str(folder / "target"), dtype="float32")
-    target = Target(load_causal_lm(section), (0, 1, 2))
-    identity = target_identity(target, section.model, None, tokenizer_fingerprint(load_tokenizer(section)))
+    target = Target(TargetFiles(section).load_model(), (0, 1, 2))
+    identity = TargetFiles(section).identity_of(target)
     torch.manual_seed(0)
     vocab = DraftVocab.full(target.vocab_size)
     config = Eagle3Config.for_target(target.config, target.vocab_size, (0, 1, 2), vocab.size)
@@ -82,7 +82,7 @@ def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path) -> None
     assert rows["lantern"]["tau"] > rows["exact"]["tau"]
     assert rows["lantern++"]["acceptance"] == {"delta": None, "neighbours": "codebook", **RULES["lantern++"]}
     lines = [json.loads(line) for line in (out / "generations.jsonl").read_text().splitlines()]
-    images = ImageTokens.of(load_causal_lm(TargetSection(model=str(place / "target"), dtype="float32")))
+    images = ImageTokens.of(TargetFiles(TargetSection(model=str(place / "target"), dtype="float32")).load_model())
     assert images is not None
     for line in lines:
         picture = images.picture(line["token_ids"])
@@ -100,7 +100,7 @@ def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path) -> None
 
 
 def test_rows_of_codes_are_pictures_and_anything_else_is_none(place: Path) -> None:
-    images = ImageTokens.of(load_causal_lm(TargetSection(model=str(place / "target"), dtype="float32")))
+    images = ImageTokens.of(TargetFiles(TargetSection(model=str(place / "target"), dtype="float32")).load_model())
     assert images is not None
     tokens = [VOCABULARY[name] for name in CODES]
     assert images.codes([VOCABULARY["<image>"], *tokens[:4], VOCABULARY["<eos>"]]) == [[0, 1], [2, 3]]

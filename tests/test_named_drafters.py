@@ -17,6 +17,7 @@ from draftsmith.models.formats import named_drafters
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.importing import import_drafter
 from draftsmith.models.formats.named_drafters import with_measured_drafters, with_start, with_writing_drafter
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from tests.compare_cases import save_untrained
@@ -59,7 +60,7 @@ def measured(place: Path, drafter: str, plan: bool = False) -> str | None:
 
 def test_a_foreign_folder_is_measured_as_its_import(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = load_recipe("measure.yaml")
-    import_drafter(read_folder(place / "foreign"), recipe.target, place / "by-hand")
+    import_drafter(read_folder(place / "foreign"), TargetFiles(recipe.target), place / "by-hand")
     numbers = []
     for name in ("by-hand", "foreign"):
         run_main(acceptance, "measure.yaml", f"eval.drafter={name}", "--plan")
@@ -104,7 +105,7 @@ def test_names_on_the_hub(hub: HubServer, place: Path, checkpoint: Path, capsys:
     imported = Path(str(measured(place, name)))
     assert imported.parent == Path("run/imported") and imported.name.startswith(f"me--foreign--{commit}-")
     recipe = load_recipe("measure.yaml")
-    import_drafter(read_folder(place / "foreign"), recipe.target, place / "by-hand")
+    import_drafter(read_folder(place / "foreign"), TargetFiles(recipe.target), place / "by-hand")
     one, other = (load_file(folder / "model.safetensors") for folder in (imported, place / "by-hand"))
     assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
     before = hub.counted("GET", "")

@@ -14,8 +14,8 @@ from PIL import Image
 
 from draftsmith.data_gen import capture
 from draftsmith.data_gen.server import generator as server_generator
-from draftsmith.data_gen.states import capturing
-from draftsmith.models.chat import load_tokenizer, render_prompt
+from draftsmith.models.chat import render_prompt
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.pictures import read_picture
 from draftsmith.recipes.schema import TargetSection
@@ -90,7 +90,7 @@ def some_prompts(place: Place) -> list[dict[str, Any]]:
 def test_lines_name_their_pictures_and_hold_what_was_asked(place: Place) -> None:
     place.write_prompts(*some_prompts(place))
     place.run()
-    records, tokenizer = place.by_id(), load_tokenizer(TargetSection(model=str(place.target)))
+    records, tokenizer = place.by_id(), TargetFiles(TargetSection(model=str(place.target))).tokenizer
     assert set(records) == {"parts", "other", "turns", "column", "url", "text"}
     shown = {key: [p for m in record["messages"] for p in m["content"] if m["role"] == "user" and isinstance(p, dict)]
              for key, record in records.items()}  # fmt: skip
@@ -195,7 +195,7 @@ def test_states_are_stored_with_the_answers(
     place.run(*arguments, f"data.states={place.folder / 'states'}")
     run_main(capture, place.recipe, *arguments, f"data.states={place.folder / 'captured'}")
     assert_same_store(place.folder / "states", place.folder / "captured")
-    monkeypatch.setattr(capturing, "loaded_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("the target was loaded"))
     run_main(capture, place.recipe, *arguments, f"data.states={place.folder / 'states'}")
     assert "all is captured" in capsys.readouterr().out
 
@@ -221,7 +221,7 @@ def served(
 
 
 def server_of(place: Place, **manners: Any) -> FakeServer:
-    return FakeServer(load_tokenizer(TargetSection(model=str(place.target))), **manners)
+    return FakeServer(TargetFiles(TargetSection(model=str(place.target))).tokenizer, **manners)
 
 
 def openai(server: FakeServer, **more: Any) -> list[str]:

@@ -20,11 +20,12 @@ from draftsmith.eval import acceptance, plan
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.page.files import generations_path
 from draftsmith.eval.planner import measuring
-from draftsmith.models.chat import load_config, load_tokenizer, render_prompt, tokenizer_fingerprint
-from draftsmith.models.checkpoint import save_drafter, target_identity
+from draftsmith.models.chat import render_prompt
+from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.drafters import build_drafter, config_class
 from draftsmith.models.prompt import Prompt
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vision import PictureReader
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -49,8 +50,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for seed, name in enumerate(NAMES):
         picture(24, 16, seed).save(folder / name)
     section = TargetSection(model=str(folder / "target"), dtype="float32")
-    target = Target(load_causal_lm(section), (1, 3, 5))
-    identity = target_identity(target, section.model, None, tokenizer_fingerprint(load_tokenizer(section)))
+    target = Target(TargetFiles(section).load_model(), (1, 3, 5))
+    identity = TargetFiles(section).identity_of(target)
     vocab = DraftVocab.full(target.vocab_size)
     torch.manual_seed(0)
     for kind, layers in (("vispec", (7,)), ("eagle3", (1, 3, 5))):
@@ -120,7 +121,7 @@ def lines(place: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
 def test_answers_are_those_that_the_model_generates(place: Path, lines: dict[Any, dict[str, Any]]) -> None:
     """Token for token, with pixels as input: from plain decoding and every drafter, and in later turns."""
     family, section = place.name.rstrip("0123456789"), TargetSection(model=str(place / "target"), dtype="float32")
-    tokenizer = load_tokenizer(section)
+    tokenizer = TargetFiles(section).tokenizer
 
     def told(message: list[dict[str, Any]]) -> list[int]:
         whole = generated(family, render_prompt(tokenizer, message), LENGTH)
@@ -312,7 +313,7 @@ def test_the_planner_times_prompts_with_their_pictures(
     run_main(plan, place / "recipe.yaml", *planned(place, tmp_path), "eval.planner.context=70")
     assert {len(prompt) for prompt in timed} == {70}
     assert len({each.digest for prompt in timed for each in prompt.inserts}) == 3
-    placeholder = load_config(TargetSection(model=str(place / "target"))).image_token_id
+    placeholder = TargetFiles(TargetSection(model=str(place / "target"))).config.image_token_id
     texts = [line for (contender, *_), line in lines.items() if contender == PLAIN]
     asked = [[token for token in line["prompt_token_ids"] if token != placeholder] for line in texts]
     words = [token for prompt, line in zip(asked, texts, strict=True) for token in (*prompt, *line["token_ids"])]

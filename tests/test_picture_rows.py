@@ -14,8 +14,9 @@ from datasets import Dataset
 
 from draftsmith.data_gen.rows.overlap import Check
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
-from draftsmith.models.chat import load_tokenizer, render_prompt
+from draftsmith.models.chat import render_prompt
 from draftsmith.models.checkpoint import read_drafter_config, read_weights
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.records import to_conversation
@@ -58,7 +59,7 @@ def rows_of_records(home: Path, family: str, *records: dict[str, Any]) -> tuple[
     path = home / "conversations.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     rejects = Rejects()
-    tokenizer = load_tokenizer(TargetSection(model=str(home / family)))
+    tokenizer = TargetFiles(TargetSection(model=str(home / family))).tokenizer
     return list(training_rows(path, tokenizer, 500, rejects)), rejects
 
 
@@ -103,7 +104,7 @@ def test_rows_carry_the_pictures_of_their_messages(family: str, home: Path) -> N
     text = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a mat"}]
     rows, rejects = rows_of_records(home, family, {"messages": messages}, {"messages": text})
     assert len(rows) == 2 and rejects.total == 0
-    row, tokenizer = rows[0], load_tokenizer(TargetSection(model=str(home / family)))
+    row, tokenizer = rows[0], TargetFiles(TargetSection(model=str(home / family))).tokenizer
     for turn, (start, end) in enumerate(row.spans):
         asked = render_prompt(tokenizer, messages[: 2 * turn + 1])
         assert row.prompt.until(start) == asked

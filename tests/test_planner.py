@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, contenders_of, main_contender, named
+from draftsmith.eval.decoding.contenders import Contender, contenders_of, loaded_proposer, main_contender, named
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.evaluation import evaluate_by_decoding
 from draftsmith.eval.plan import main as plan_main
@@ -26,11 +26,12 @@ from draftsmith.eval.planner.measuring import SETTLING
 from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, candidates_of, planner_answers, ranked
 from draftsmith.eval.recorded.answers import RecordedAnswer, Recording
 from draftsmith.eval.recorded.replay import replay_all
-from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import save_drafter, target_identity
+from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -183,8 +184,8 @@ def run_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     section = TargetSection(model=str(target_dir), dtype="float32", device="cpu")
     target, drafter = pair_of("llama", None)
-    fingerprint = tokenizer_fingerprint(load_tokenizer(section))
-    identity = target_identity(target, section.model, None, fingerprint)
+    fingerprint = TargetFiles(section).fingerprint
+    identity = TargetFiles(section).identity_of(target)
     save_drafter(folder / "drafter", drafter, identity, "", {})
     generator = {"tokenizer_fingerprint": fingerprint, "embedding_digest": identity["embedding_digest"]}
     lines = []
@@ -269,7 +270,7 @@ def test_c2t_is_planned_like_any_other(recipe_path: Path, doubter: Path) -> None
         [f"eval.planner.candidates=[{{policy: c2t, draft_calls: 6, c2t: {{classifier: {doubter}, beta: 0.3}}}}]"],
     )
     prepared = planner.prepared(recipe, main_contender(recipe), candidates_of(recipe))
-    plan = planner.make_plan(Lineup(recipe.target), recipe, *prepared)
+    plan = planner.make_plan(LoadedModels(TargetFiles(recipe.target)), recipe, *prepared)
     (row,) = plan.rows
     assert row.speedup > 0
     seen = max(nodes for generation in row.rounds for nodes in generation.tree_nodes)
@@ -284,13 +285,13 @@ def test_auto_chooses_for_small_models_too(recipe_path: Path, target_dir: Path) 
     small = TargetSection(model=str(target_dir), dtype="float32", device="cpu")
     base = Contender("", "causal_lm", tree_of(policy="auto"), "test", draft_model=small)
     prepared = planner.prepared(recipe, base, [tree_of(policy="chain", nodes=n) for n in (2, 4)])
-    plan = planner.make_plan(Lineup(recipe.target), recipe, *prepared)
+    plan = planner.make_plan(LoadedModels(TargetFiles(recipe.target)), recipe, *prepared)
     for row in plan.rows:
         rounds = sum(-(-(len(answer.tokens) - 1) // row.tree.most) for answer in plan.answers)
         assert sum(g.rounds for g in row.rounds) == rounds
 
 
-def planned(recipe_path: Path, lineup: Lineup, *settings: str) -> Plan:
+def planned(recipe_path: Path, lineup: LoadedModels, *settings: str) -> Plan:
     recipe = load_recipe(recipe_path, settings)
     found = planner.prepared(recipe, main_contender(recipe), candidates_of(recipe))
     return planner.make_plan(lineup, recipe, *found)
@@ -310,7 +311,7 @@ def test_the_slow_are_dropped_as_far_as_there_is_time(
     monkeypatch.setattr(planner, "LOOK", 2)
     monkeypatch.setattr(planner, "SHOWN_ROWS", 2)
     monkeypatch.setattr(planner, "CLOSE", 1.0)
-    lineup = Lineup(load_recipe(recipe_path).target)
+    lineup = LoadedModels(TargetFiles(load_recipe(recipe_path).target))
     plan = planned(recipe_path, lineup, "eval.planner.seconds=1e9")
     assert [len(row.rounds) for row in plan.rows] == [4, 4, 2]  # answers
     assert "2 of 3 candidates along 4 answers" in plan.effort
@@ -323,7 +324,7 @@ def test_the_slow_are_dropped_as_far_as_there_is_time(
 def test_what_was_measured_serves_again(
     recipe_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
-    lineup = Lineup(load_recipe(recipe_path).target)
+    lineup = LoadedModels(TargetFiles(load_recipe(recipe_path).target))
     one = planned(recipe_path, lineup)
     assert (run_dir / "planner_costs.json").exists()
     monkeypatch.setattr(measuring, "timed_rounds", lambda *_: pytest.fail("measured again"))
@@ -339,9 +340,9 @@ def test_dropping_the_slow_costs_no_speed(recipe_path: Path, monkeypatch: pytest
     candidates = [{"policy": "chain", "nodes": n} for n in (2, 3, 5, 9)] + [{"policy": "svip", "draft_calls": 6}]
     candidates += [{"nodes": n, "draft_calls": d, "top_k": 4} for n, d in itertools.product((8, 24), (3, 5))]
     settings = "eval.planner.max_answers=16", f"eval.planner.candidates={json.dumps(candidates)}"
-    recipe, lineup = load_recipe(recipe_path, settings), Lineup(load_recipe(recipe_path).target)
+    recipe, lineup = load_recipe(recipe_path, settings), LoadedModels(TargetFiles(load_recipe(recipe_path).target))
     contenders, recording, answers = planner.prepared(recipe, main_contender(recipe), candidates_of(recipe))
-    proposers = {contender.name: lineup.proposer(contender) for contender in contenders}
+    proposers = {contender.name: loaded_proposer(lineup, contender) for contender in contenders}
     known = replay_all(lineup.target, proposers, answers, 16)
     place = {id(answer): i for i, answer in enumerate(answers)}
 
@@ -384,8 +385,8 @@ def test_answers_drawn_with_other_settings_are_noted(recipe_path: Path) -> None:
 def test_held_out_conversations_are_those_that_training_keeps_for_validation(recipe_path: Path) -> None:
     recipe = load_recipe(recipe_path, ["train.validation_conversations=4"])
     _recording, answers = planner_answers(recipe, [])
-    tokenizer = load_tokenizer(recipe.target)
-    training, validation = read_rows(recipe, tokenizer, Rejects())
+    files = TargetFiles(recipe.target)
+    training, validation = read_rows(recipe, files, Rejects())
     assert len(validation) == len(answers) == 4
     assert {answer.conversation_id for answer in answers} == {row.id for row in validation}
     assert {answer.conversation_id for answer in answers}.isdisjoint(row.id for row in training)
@@ -430,6 +431,6 @@ def test_mistakes_end_in_a_sentence(
     arguments: list[str], words: str, recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["eval/plan.py", str(recipe_path), *arguments])
-    monkeypatch.setattr("draftsmith.eval.planner.command.Lineup", lambda section: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(UserError, match=words):
         plan_main()

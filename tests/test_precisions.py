@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from draftsmith.eval.decoding import contenders as lineups
 from draftsmith.eval.decoding.contenders import check_contenders, contenders_of
 from draftsmith.eval.measured import evaluation
 from draftsmith.eval.page import files, summary
 from draftsmith.eval.recorded.replay_contenders import recording_of
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from tests.compare_cases import also
@@ -86,7 +86,7 @@ def test_greedy_answers_of_coarse_precisions_are_reported_as_shares() -> None:
 def test_hierarchies_and_precisions_that_cannot_be_are_refused_before_weights_are_read(
     place: Path, tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lineups, "loaded_target", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("weights were read"))
     make_target(vocab_size=300).save_pretrained(tmp_path / "narrow")
     make_tokenizer().save_pretrained(tmp_path / "narrow")
 

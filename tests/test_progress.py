@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers.utils import logging as transformers_logging
 
-from draftsmith.models import target
+from draftsmith.models import target_files
 from draftsmith.recipes.command import progress
 from draftsmith.recipes.command.progress import Bar, speak_if_due
 from draftsmith.recipes.schema import TargetSection
@@ -122,6 +122,6 @@ def test_loading_weights_shows_as_our_bars_do(
             super().__init__(*args, **settings)
 
     transformers_logging.enable_progress_bar()  # a capture in this process has switched it off
-    monkeypatch.setattr(target, "Bar", Noted)
-    target.load_causal_lm(TargetSection(model=str(target_dir), device="cpu"))
+    monkeypatch.setattr(target_files, "Bar", Noted)
+    target_files.TargetFiles(TargetSection(model=str(target_dir), device="cpu")).load_model()
     assert [settings["desc"] for settings in made] == ["Loading weights"] and capsys.readouterr().err == ""

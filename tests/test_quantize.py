@@ -12,12 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.recorded.answers import check_answers_before_loading, read_answers
 from draftsmith.models import quantize
-from draftsmith.models.chat import load_config
 from draftsmith.models.checkpoint import check_identity
-from draftsmith.models.costs import target_size
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.quantize import (
     CAST_ROWS,
@@ -26,9 +23,9 @@ from draftsmith.models.quantize import (
     check_quantization,
     fake_quantized,
     quantize_layers,
-    target_changes,
 )
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import QuantizationSection, TargetSection, TreeSection
 from tests import reference
@@ -90,10 +87,10 @@ def test_kernels_multiply_by_the_weights_that_the_codes_stand_for(precision: Qua
 
 
 def test_only_the_decoder_s_linear_layers_are_quantised_and_the_plan_counts_their_bytes(wide_dir: Path) -> None:
-    plain: Any = load_causal_lm(section_of(wide_dir, dtype="bfloat16"))
+    plain: Any = TargetFiles(section_of(wide_dir, dtype="bfloat16")).load_model()
     for precision, kind in (("int8", Int8Linear), (INT4, Int4Linear), (FAKE, nn.Linear)):
         section = section_of(wide_dir, quantization=precision)
-        model: Any = load_causal_lm(section)
+        model: Any = TargetFiles(section).load_model()
         assert model.dtype == (torch.float32 if kind is nn.Linear else torch.bfloat16)  # `auto`, resolved
         layer = model.model.layers[3]
         assert isinstance(layer.mlp.down_proj, kind) and isinstance(layer.self_attn.q_proj, kind)
@@ -101,7 +98,7 @@ def test_only_the_decoder_s_linear_layers_are_quantised_and_the_plan_counts_thei
             assert type(theirs) is type(mine) and torch.equal(theirs.weight, mine.weight.bfloat16())
         assert not torch.equal(plain(torch.tensor([[5, 6, 7]])).logits, model(torch.tensor([[5, 6, 7]])).logits)
         held = [*model.parameters(), *(b for name, b in model.named_buffers() if "inv_freq" not in name)]
-        size = target_size(load_config(section), section)
+        size = TargetFiles(section).size
         assert size.weight_bytes == sum(tensor.nbytes for tensor in held) and "exact" in size.weight_basis
 
 
@@ -123,7 +120,7 @@ def test_a_drafter_of_the_float_target_drafts_for_the_quantised_one_token_by_tok
 
 def test_the_precision_is_part_of_the_target_s_identity(wide_dir: Path, tmp_path: Path) -> None:
     plain, quantised = (
-        TargetFacts.read(section_of(wide_dir, **settings)) for settings in ({}, {"quantization": "int4"})
+        TargetFiles.read(section_of(wide_dir, **settings)) for settings in ({}, {"quantization": "int4"})
     )
     assert quantised.identity["quantization"] == "int4, groups of 64"
     assert {key for key in plain.identity if plain.identity[key] != quantised.identity[key]} == {"quantization"}
@@ -167,9 +164,9 @@ def test_what_cannot_be_quantised_is_refused_before_weights_are_read(
         make_target(changed["family"]).config.save_pretrained(tmp_path)
     else:
         (tmp_path / "config.json").write_text(json.dumps(config | changed))
-    monkeypatch.setattr("draftsmith.models.target.read_causal_lm", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(TargetFiles, "read_model", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(UserError, match=message):
-        load_causal_lm(section_of(tmp_path, **settings))
+        TargetFiles(section_of(tmp_path, **settings)).load_model()
 
 
 def test_a_machine_without_kernels_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,5 +197,5 @@ def test_a_dtype_that_the_kernels_do_not_compute_in_is_refused() -> None:
     with pytest.raises(ValueError, match="dtype: float32, but int8 and int4 targets compute in bfloat16"):
         TargetSection.model_validate({"model": "m", "dtype": "float32", "quantization": "int8"})
     section = TargetSection.model_validate({"model": "m", "dtype": "float32", "quantization": "fake"})
-    assert section.dtype == "float32" and target_changes(section)["quantization"] == "fake int4, groups of 64"
+    assert section.dtype == "float32" and TargetFiles(section).changes["quantization"] == "fake int4, groups of 64"
     assert section.model_copy(update={"quantization": None}).quantized(INT8).dtype == "bfloat16"

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.corpus.template_tokens import template_tokens
 from draftsmith.eval.decoding.contenders import contender_of, vocab_of
-from draftsmith.eval.decoding.target_facts import TargetFacts
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import (
     BLEND_SCALE,
     CorpusCounts,
@@ -101,8 +101,8 @@ def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by:
     tree = TreeSection(vocab_size=4)
     contender = contender_of(recipe, ContenderSection(name="", tree=tree), "eval.tree")
     contender = type(contender)(**{**vars(contender), "drafter": None})
-    target = TargetFacts.read(recipe.target)
-    assert (target.config.vocab_size, target.stop_ids) == (VOCAB_SIZE, [4])
+    target = TargetFiles.read(recipe.target)
+    assert (target.config.vocab_size, target.stop_ids) == (VOCAB_SIZE, (4,))
     assert vocab_of(contender, target).size == 4
     less = type(contender)(**{**vars(contender), "tree": TreeSection(vocab_size=3)})
     with pytest.raises(UserError, match=r"3 has no room for the 4 stop and template tokens \[1, 2, 3, 4\]"):

@@ -20,12 +20,13 @@ from draftsmith.eval.recorded.replay import Agreement, checking_bytes, head_rows
 from draftsmith.models.costs import Meter
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.run.inputs import read_rows
 from tests import reference
-from tests.conftest import make_target, make_tokenizer
+from tests.conftest import make_target
 from tests.decoding import decode_batch
 from tests.pairs import greedy
 from tests.replay_cases import conversation, generation_line, recorded, write_lines
@@ -282,7 +283,7 @@ def test_kept_for_validation_is_what_training_keeps(tmp_path: Path, target_dir: 
     section = {"output_dir": str(tmp_path / "run"), "target": {"model": str(target_dir)}}
     recipes = {most: Recipe.model_validate(section | {"train": {"validation_conversations": most}}) for most in (5, 64)}
     for most, recipe in recipes.items():
-        training, validation = read_rows(recipe, make_tokenizer(), Rejects())
+        training, validation = read_rows(recipe, TargetFiles(recipe.target), Rejects())
         kept = kept_for_validation(path, most)
         assert kept == {row.id for row in validation} and len(kept) == (5 if most == 5 else 7)
         assert not kept & {row.id for row in training}

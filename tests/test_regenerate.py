@@ -15,9 +15,10 @@ from draftsmith.data_gen.answers.conversation_log import ConversationLog
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.data_gen.rows.training_rows import training_rows
 from draftsmith.eval.measured.evaluation import make_out
-from draftsmith.models.chat import load_tokenizer, prompt_date, render_prompt
+from draftsmith.models.chat import prompt_date, render_prompt
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import TargetSession
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
@@ -162,7 +163,7 @@ def test_records_hold_every_turn_and_who_wrote_it(place: Workspace) -> None:
     printed = place.run()
     records = place.records()
     assert sorted(record["id"] for record in records) == sorted(f"q{i}" for i in range(30))
-    tokenizer = load_tokenizer(TargetSection(model=str(place.target)))
+    tokenizer = TargetFiles(TargetSection(model=str(place.target))).tokenizer
     complete = 0
     for record in records:
         number = record["meta"]["number"]
@@ -210,7 +211,7 @@ def test_every_prompt_has_the_date_of_the_first(
     assert f"the chat template writes the date into prompts: 2025-07-25, kept in {kept}" in printed
     on("2025-07-26", monkeypatch)
     assert "the date into prompts" not in place.run(dated)
-    tokenizer = load_tokenizer(load_recipe(place.recipe, [dated]).target)
+    tokenizer = TargetFiles(load_recipe(place.recipe, [dated]).target).tokenizer
     prompts = [tokenizer.decode(turn["prompt_token_ids"]) for record in place.records() for turn in record["turns"]]
     assert len(place.by_id()) == 6 and all(str(prompt).startswith("25 Jul 2025") for prompt in prompts)
     assert all(record["generator"]["date"] == "2025-07-25" for record in place.records())
@@ -219,10 +220,10 @@ def test_every_prompt_has_the_date_of_the_first(
 
     def date_of(*overrides: str) -> str | None:
         recipe = load_recipe(place.recipe, [dated, f"output_dir={tmp_path / 'other'}", *overrides])
-        load_tokenizer(recipe.target)
+        _ = TargetFiles(recipe.target).tokenizer
         assert not (tmp_path / "other").exists()  # a recipe alone writes nothing
         make_out(recipe)  # an evaluation does
-        day = prompt_date(load_tokenizer(recipe.target))
+        day = prompt_date(TargetFiles(recipe.target).tokenizer)
         assert (tmp_path / "other/prompt_date.txt").read_text() == f"{day}\n"
         shutil.rmtree(tmp_path / "other")
         return day
@@ -290,7 +291,7 @@ def test_answers_are_json_lines(place: Workspace) -> None:
 
 def test_plan_loads_no_model_and_writes_nothing(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     place.ask(6)
-    monkeypatch.setattr(generators, "Lineup", None)
+    monkeypatch.setattr(generators, "LoadedModels", None)
     printed = place.run("--plan")
     assert "greedy" in printed and "6 conversations, 12 answers" in printed and "at most 240" in printed
     assert not place.out.exists()
@@ -300,7 +301,7 @@ def test_finished_file_is_left_alone(place: Workspace, monkeypatch: pytest.Monke
     place.ask(5)
     place.run()
     before = place.path.read_bytes()
-    monkeypatch.setattr(generators, "Lineup", None)  # not needed
+    monkeypatch.setattr(generators, "LoadedModels", None)  # not needed
     assert "all 5 conversations are done" in place.run()
     assert "conversations that are not in data.prompts: 3; kept" in place.run("data.max_prompts=2")
     assert place.path.read_bytes() == before
@@ -363,7 +364,7 @@ def test_other_prompts_of_the_same_ids_are_refused(place: Workspace, monkeypatch
     place.ask(2, record)
     place.run()
     whole = place.path.read_bytes()
-    monkeypatch.setattr(generators, "Lineup", None)  # not needed
+    monkeypatch.setattr(generators, "LoadedModels", None)  # not needed
     reworded = {**record, "messages": [{"role": "user", "content": "u9"}, *record["messages"][1:]]}
     for other in (reworded, {**record, "tools": [{"name": "look_down"}]}, {"id": "a", "messages": record["messages"]}):
         place.ask(2, other)

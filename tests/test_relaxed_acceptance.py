@@ -12,13 +12,14 @@ from draftsmith.data_gen import regenerate
 from draftsmith.data_gen.answers import regeneration
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.eval.decoding.accept import Accepted, accepted_path, deepest
-from draftsmith.eval.decoding.contenders import Contender, Lineup, main_contender, named
+from draftsmith.eval.decoding.contenders import Contender, main_contender, named
 from draftsmith.eval.measured import evaluation
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.page import files
 from draftsmith.eval.recorded.answers import read_answers
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.sampling import Draws, Sampling
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe
@@ -96,8 +97,8 @@ def test_the_main_contender_s_rule_is_on_top(recipe: Recipe) -> None:
 def test_conversations_tell_that_they_are_not_the_target_s_own(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def writer(recipe: Recipe, settings: GenerationSettings) -> Writer:
-        return Writer(Lineup(recipe.target).target, settings, rule=AmongTheBest)
+    def writer(recipe: Recipe, files: TargetFiles, settings: GenerationSettings) -> Writer:
+        return Writer(files.load((0,)), settings, rule=AmongTheBest)
 
     monkeypatch.setattr(regeneration.Writer, "of", writer)
     path = tmp_path / "c.jsonl"

@@ -19,13 +19,14 @@ from draftsmith.eval.page.files import read_acceptance
 from draftsmith.eval.recorded.answers import RecordedAnswer, kept_for_validation
 from draftsmith.eval.recorded.replay import checking_bytes, replay_all
 from draftsmith.eval.recorded.replay_contenders import planned_bytes, recording_of
-from draftsmith.models.chat import render_prompt, tokenizer_fingerprint
-from draftsmith.models.checkpoint import save_drafter, target_identity
+from draftsmith.models.chat import render_prompt
+from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.costs import gigabytes
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
@@ -43,9 +44,9 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     section, tokenizer = TargetSection(model=str(target_dir), dtype="float32"), make_tokenizer()
     texts = ["the cat", "the dog ran after the cat in the rain", "a mat", "rain", "the dog and the cat"]
     prompts = tuple(render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts)
-    target = Target(load_causal_lm(section, "cpu"))
+    target = Target(TargetFiles(section).load_model("cpu"))
     drafter = taught(target, DraftVocab.full(target.vocab_size), prompts, length=24, steps=20)
-    identity = target_identity(target, section.model, None, tokenizer_fingerprint(tokenizer))
+    identity = TargetFiles(section).identity_of(target)
     save_drafter(folder / "run/drafter", drafter, identity, "", {})
     turns = [{"id": f"q{i}", "turns": [text, "and the mat?"][: 1 + i % 2]} for i, text in enumerate(texts)]
     write_lines(folder / "prompts.jsonl", *turns)
@@ -120,7 +121,7 @@ def test_the_script_replays_what_it_decoded(
 def test_the_script_replays_regenerated_conversations(
     place: Path, target_dir: Path, measure: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = Target(load_causal_lm(TargetSection(model=str(target_dir), dtype="float32")))
+    target = Target(TargetFiles(TargetSection(model=str(target_dir), dtype="float32")).load_model())
     path = write_lines(place / "conversations.jsonl", *(conversation(i, target) for i in range(4)))
     out = place / "run/conversations"
     settings = ("eval.mode=replay", f"eval.answers={path}", f"eval.out={out}")
@@ -138,7 +139,7 @@ def test_the_script_replays_regenerated_conversations(
 def test_of_what_was_trained_on_the_kept_conversations_are_replayed(
     place: Path, target_dir: Path, measure: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = Target(load_causal_lm(TargetSection(model=str(target_dir), dtype="float32")))
+    target = Target(TargetFiles(TargetSection(model=str(target_dir), dtype="float32")).load_model())
     path = write_lines(place / "trained/conversations.jsonl", *(conversation(i, target) for i in range(11)))
     out = place / "run/trained"
     settings = (f"data.conversations={path}", "eval.mode=replay", f"eval.answers={path}", f"eval.out={out}")
@@ -197,12 +198,10 @@ def test_every_cache_is_gone_when_its_batch_is_done() -> None:
 def test_what_cannot_be_replayed_is_told_before_weights_are_loaded(
     place: Path, measure: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from draftsmith.eval.recorded import replay_contenders as replayed
-
     def loaded(*_: object) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(replayed, "Lineup", loaded)
+    monkeypatch.setattr(TargetFiles, "load", loaded)
     drawn_ones = write_lines(place / "drawn.jsonl", conversation(0, temperature=1.0))
     foreign = write_lines(place / "foreign.jsonl", conversation(0, tokenizer_fingerprint="another"))
     some = [generation_line(name, "x", [5, 4]) for name in ("plain decoding", "chain")]

@@ -355,7 +355,7 @@ def test_mistakes(place: Workspace) -> None:
 
 def test_regeneration_refuses_prompts_with_pictures(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     place.run(place.write("x.jsonl", [{"image": "red.png"}, {"image": "blue.png"}]))
-    monkeypatch.setattr(generators, "Lineup", None)  # nothing is loaded for it
+    monkeypatch.setattr(generators, "LoadedModels", None)  # nothing is loaded for it
     for arguments in ([], ["--plan"]):
         with pytest.raises(UserError, match=r"^data\.prompts: .* all 2 prompts have pictures: name prompts of text"):
             run_main(regenerate, place.recipe, f"data.prompts={place.out}/prompts.jsonl", *arguments)

@@ -16,14 +16,13 @@ from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.causal_lm import CausalLMDrafting
-from draftsmith.models.chat import load_config
-from draftsmith.models.costs import target_size
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.families import usable_positions
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.formats.eagle import eagle_config, read_config
 from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
@@ -189,6 +188,6 @@ def test_a_target_with_a_rotation_that_cannot_be_is_refused_from_its_config(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with nullcontext() if reason is None else pytest.raises(UserError, match=reason):
         section = TargetSection(model=str(tmp_path))
-        shape = Eagle3Config.for_target(load_config(section), 320, (1, 2, 3), 320)
-        target_size(load_config(section), section)
+        shape = Eagle3Config.for_target(TargetFiles(section).config, 320, (1, 2, 3), 320)
+        _ = TargetFiles(section).size
         assert shape.rope_parameters == YARN | {"factor": 512 / 128}

@@ -11,8 +11,8 @@ from draftsmith.data_gen import build_sam
 from draftsmith.eval import acceptance, plan
 from draftsmith.eval.decoding.contenders import Contender, contenders_of
 from draftsmith.eval.measured import evaluation
-from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.sam import StaticAutomaton
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
@@ -30,7 +30,7 @@ def answers(place: Path, target_dir: Path) -> Path:
     """The target's own answers, from an evaluation: the run's conversations."""
     recipe = place / "recipe.yaml"
     run_main(acceptance, recipe, f"eval.out={place / 'first'}", "eval.max_new_tokens=40")
-    fingerprint = tokenizer_fingerprint(load_tokenizer(TargetSection(model=str(target_dir))))
+    fingerprint = TargetFiles(TargetSection(model=str(target_dir))).fingerprint
     lines = [json.loads(line) for line in (place / "first/generations.jsonl").read_text().splitlines()]
     path = place / "run/conversations.jsonl"
     records = [
@@ -56,7 +56,7 @@ def corpus(place: Path, answers: Path) -> Path:
 def test_answers_are_taken_as_their_tokens_and_end_behind_stops(
     place: Path, answers: Path, corpus: Path, target_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fingerprint = tokenizer_fingerprint(load_tokenizer(TargetSection(model=str(target_dir))))
+    fingerprint = TargetFiles(TargetSection(model=str(target_dir))).fingerprint
     automaton = StaticAutomaton.load(corpus, fingerprint)
     told = [json.loads(line)["turns"][0]["output_token_ids"] for line in answers.read_text().splitlines()]
     distinct = {tuple(tokens) for tokens in told}
@@ -64,7 +64,7 @@ def test_answers_are_taken_as_their_tokens_and_end_behind_stops(
     for tokens in told:
         assert automaton.longest([7, 7, *tokens]).length >= len(tokens)
     (place / "texts.txt").write_text("the cat ran\n")
-    stop = load_tokenizer(TargetSection(model=str(target_dir))).eos_token
+    stop = TargetFiles(TargetSection(model=str(target_dir))).tokenizer.eos_token
     (place / "more.jsonl").write_text(json.dumps({"text": f"a mat{stop}the dog"}) + "\n" + "{}\n")
     sources = json.dumps([str(place / "texts.txt"), str(place / "more.jsonl"), str(place / "*.txt")])
     overrides = f"data.sam.sources={sources}", f"data.sam.out={place / 'other.safetensors'}"

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.models.costs import gigabytes
-from draftsmith.models.target import load_causal_lm
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.schema import Recipe, TargetSection
 from draftsmith.train.run import accelerator, command
 from draftsmith.train.run.sharded_target import check_sharding
 from tests.conftest import make_target
@@ -120,11 +120,15 @@ def test_weights_that_stay_in_float32_are_not_rounded(tmp_path: Path) -> None:
     path = recipe_file(tmp_path, train={"shard_target": True})
     target = make_target("ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=16)
     target.save_pretrained(tmp_path / "target")
-    whole = load_causal_lm(TargetSection(model=str(tmp_path / "target"), dtype="bfloat16", device="cpu"))
+    whole = TargetFiles(TargetSection(model=str(tmp_path / "target"), dtype="bfloat16", device="cpu")).load_model()
     [name, *_] = [name for name, p in whole.named_parameters() if p.dtype == torch.float32]
     with pytest.raises(UserError, match=rf"ernie4_5_moe keeps weights in float32 .* \({name}\)"):
-        check_sharding(load_recipe(path, ["target.dtype=bfloat16"]))
-    check_sharding(load_recipe(path, ["target.dtype=float32"]))
+        check(load_recipe(path, ["target.dtype=bfloat16"]))
+    check(load_recipe(path, ["target.dtype=float32"]))
+
+
+def check(recipe: Recipe) -> None:
+    check_sharding(recipe, TargetFiles(recipe.target))
 
 
 def recipe_of(folder: Path, **changes: Any) -> Any:
@@ -132,24 +136,24 @@ def recipe_of(folder: Path, **changes: Any) -> Any:
 
 
 def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_sharding(recipe_of(tmp_path))  # this one can
+    check(recipe_of(tmp_path))  # this one can
 
     with pytest.raises(UserError, match=r"with data\.states the target's layers are not loaded"):
-        check_sharding(recipe_of(tmp_path, data={"states": str(tmp_path / "states")}))
+        check(recipe_of(tmp_path, data={"states": str(tmp_path / "states")}))
 
     path = tmp_path / "target/config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
     with pytest.raises(UserError, match=r"ZeRO-3 shards plain weights, .* is quantised \(gptq\)"):
-        check_sharding(recipe_of(tmp_path))
+        check(recipe_of(tmp_path))
 
     path.write_text(json.dumps({key: value for key, value in config.items() if key != "dtype"}))
     with pytest.raises(UserError, match=r"target\.dtype: auto, but the target's config names none"):
-        check_sharding(recipe_of(tmp_path, target={"dtype": "auto"}))
+        check(recipe_of(tmp_path, target={"dtype": "auto"}))
 
     monkeypatch.setattr(accelerator, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"train\.shard_target: .* DeepSpeed, which is not installed"):
-        check_sharding(recipe_of(tmp_path))
+        check(recipe_of(tmp_path))
 
 
 def test_plan_says_what_a_process_holds(

@@ -19,9 +19,10 @@ from draftsmith.data_gen import label_trees, rank_vocab, regenerate, reprompt
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.models.c2t import C2tClassifier
-from draftsmith.models.chat import load_tokenizer, render_marked, render_prompt
+from draftsmith.models.chat import render_marked, render_prompt
 from draftsmith.models.checkpoint import read_drafter_config, read_weights
 from draftsmith.models.target import default_capture_layers
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.loader import load_recipe
@@ -292,10 +293,10 @@ def test_from_prompts_to_acceptance(
         assert "corpus.jsonl" in load_token_counts(tmp_path / "run/token_counts.safetensors")[1]["corpora"]
     if recipe.target.thinking is False:  # the switch reached the prompts: an empty thought stands at their end
         prompt = conversations[0]["turns"][0]["prompt_token_ids"]
-        tokenizer = load_tokenizer(TargetSection(model=str(tmp_path / "target"), thinking=False))
+        tokenizer = TargetFiles(TargetSection(model=str(tmp_path / "target"), thinking=False)).tokenizer
         assert str(tokenizer.decode(prompt)).endswith("<think>\n\n</think>\n\n")
     if recipe.target.template_args:
-        tokenizer = load_tokenizer(TargetSection(model=str(tmp_path / "target")))
+        tokenizer = TargetFiles(TargetSection(model=str(tmp_path / "target"))).tokenizer
         assert "Reasoning: low" in tokenizer.decode(conversations[0]["turns"][0]["prompt_token_ids"])
 
 

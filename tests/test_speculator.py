@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from draftsmith.eval.decoding import contenders as lineups
 from draftsmith.eval.decoding.speculator import Speculator
+from draftsmith.models import loaded_models
 from draftsmith.models.chat import decode_answer, render_prompt
 from draftsmith.models.sampling import Sampling
-from draftsmith.models.target import load_causal_lm
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import save_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection, TreeSection
@@ -48,18 +48,18 @@ def test_a_gpu_s_drafter_has_the_target_s_precision(
     target_dir: Path, drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    assert lineups.drafting_dtype(cast(Any, on_gpu)) is torch.bfloat16
+    assert loaded_models.drafting_dtype(cast(Any, on_gpu)) is torch.bfloat16
     plain = Speculator.load(str(target_dir), drafter_dir)
-    monkeypatch.setattr(lineups, "drafting_dtype", lambda target: torch.bfloat16)
+    monkeypatch.setattr(loaded_models, "drafting_dtype", lambda target: torch.bfloat16)
     rounded = Speculator.load(str(target_dir), drafter_dir)
     texts = {each.answer(MESSAGES, max_new_tokens=40).text for each in (plain, rounded)}
-    (before,), (after,) = (each.lineup.drafters.values() for each in (plain, rounded))
+    (before,), (after,) = (each.models.drafters.values() for each in (plain, rounded))
     assert len(texts) == 1 and (before.dtype, after.dtype) == (torch.float32, torch.bfloat16)
     assert torch.equal(after.rotary.inv_freq, before.rotary.inv_freq)
 
 
 def test_a_tree_may_cut_the_vocabulary(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
-    fingerprint = Speculator.load(str(target_dir), drafter_dir).lineup.fingerprint
+    fingerprint = Speculator.load(str(target_dir), drafter_dir).models.files.fingerprint
     save_token_counts(tmp_path / "counts.safetensors", torch.arange(VOCAB_SIZE), fingerprint, [4])
     speculator = Speculator.load(str(target_dir), drafter_dir, tmp_path / "counts.safetensors")
     whole, cut = TreeSection(nodes=16), TreeSection(nodes=16, vocab_size=9)
@@ -86,7 +86,8 @@ def test_the_page_s_example_runs_and_is_token_identical(
 ) -> None:
     """With a target whose weights are bfloat16 on disk, as the demo's are."""
     shutil.copytree(target_dir, tmp_path / "target")
-    load_causal_lm(TargetSection(model=str(target_dir), dtype="bfloat16")).save_pretrained(tmp_path / "target")
+    model = TargetFiles(TargetSection(model=str(target_dir), dtype="bfloat16")).load_model()
+    model.save_pretrained(tmp_path / "target")
     assert not Speculator.load(str(tmp_path / "target"), drafter_dir).token_identical
     code = PAGE.partition("```python\n")[2].partition("```")[0]
     code = code.replace("200", "40")  # first, since the folders that follow may hold a 200 too
@@ -154,7 +155,7 @@ def test_arguments_of_another_kind_are_said(target_dir: Path, drafter_dir: Path,
     for counted in (5, False):
         refused(f"token_counts: {counted} cannot", Speculator.load, str(target_dir), drafter_dir, counted)
     speculator = Speculator.load(str(target_dir), drafter_dir)
-    save_token_counts(counts, torch.arange(VOCAB_SIZE), speculator.lineup.fingerprint, [4])
+    save_token_counts(counts, torch.arange(VOCAB_SIZE), speculator.models.files.fingerprint, [4])
     speculator = Speculator.load(str(target_dir), drafter_dir, counts)
     refused("tree.vocab_size: ", speculator.answer, MESSAGES, tree=TreeSection(vocab_size=100_000))
     for most in (2.5, 0, True, None):

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
-from draftsmith.models.checkpoint import target_layout
+from draftsmith.models.target_files import TargetFiles
+from draftsmith.recipes.schema import TargetSection
 from tests.conftest import make_target
 
 
@@ -15,7 +15,7 @@ from tests.conftest import make_target
 def test_a_target_s_layout_names_tensors_of_its_checkpoint(family: str, tied: bool, tmp_path: Path) -> None:
     model = make_target(family, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
-    found = target_layout(AutoConfig.from_pretrained(tmp_path), torch.bfloat16)
+    found = TargetFiles(TargetSection(model=str(tmp_path))).layout(torch.bfloat16)
     assert (found["architectures"], found["dtype"], found["tied"]) == ([type(model).__name__], "bfloat16", tied)
     assert found["model_type"] == model.config.model_type
     tensors = load_file(tmp_path / "model.safetensors")

@@ -20,7 +20,6 @@ from draftsmith.data_gen.answers.generators import GenerationSettings
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.causal_lm import load_draft_model
-from draftsmith.models.chat import load_config, load_tokenizer
 from draftsmith.models.costs import (
     attention_shapes,
     cache_bytes_per_token,
@@ -31,7 +30,8 @@ from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY
-from draftsmith.models.target import Target, load_causal_lm, planned_embedding_scale
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import behind
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -167,7 +167,7 @@ def test_states_and_embeddings_are_those_of_output_hidden_states(name: str) -> N
 @everywhere
 def test_a_config_alone_tells_the_scale_of_embeddings(name: str, tmp_path: Path) -> None:
     target_of(name).model.config.save_pretrained(tmp_path)
-    planned = planned_embedding_scale(TargetSection(model=str(tmp_path)))
+    planned = TargetFiles(TargetSection(model=str(tmp_path))).planned_embedding_scale
     assert planned == pytest.approx(target_of(name).embedding_scale, rel=1e-5)
 
 
@@ -372,9 +372,11 @@ def test_what_cannot_be_rolled_back_is_refused_by_name_before_weights_are_read(
     AutoConfig.for_model(family, **overrides).save_pretrained(tmp_path)  # and no weights at all
     make_tokenizer().save_pretrained(tmp_path)
     section = TargetSection(model=str(tmp_path))
-    for load in (load_config, load_tokenizer, load_causal_lm):
+    for read in ("config", "tokenizer", "size"):
         with pytest.raises(UserError, match=rf"^target\.model: {reason}"):
-            load(section)
+            getattr(TargetFiles(section), read)
+    with pytest.raises(UserError, match=rf"^target\.model: {reason}"):
+        TargetFiles(section).load_model()
 
 
 @pytest.mark.parametrize(
@@ -395,7 +397,7 @@ def test_decoders_that_cannot_verify_trees_are_refused(family: str, overrides: d
 def test_a_trained_decoder_that_ignores_what_trees_need_is_refused(
     monkeypatch: pytest.MonkeyPatch, ignored: str, dtype: Any
 ) -> None:
-    model = load_causal_lm(TargetSection(model=str(DEMO), dtype=dtype, device="cpu"))
+    model = TargetFiles(TargetSection(model=str(DEMO), dtype=dtype, device="cpu")).load_model()
     forward = model.model.forward
 
     def without(*args: Any, **kwargs: Any) -> Any:
@@ -409,7 +411,7 @@ def test_a_trained_decoder_that_ignores_what_trees_need_is_refused(
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float32"])
 def test_the_shipped_target_is_accepted_in_every_precision(dtype: Any) -> None:
     """A trained one: to it some tokens mean nearly the same, and what they change is no measure of rounding."""
-    target = Target(load_causal_lm(TargetSection(model=str(DEMO), dtype=dtype, device="cpu")))
+    target = Target(TargetFiles(TargetSection(model=str(DEMO), dtype=dtype, device="cpu")).load_model())
     assert target.dtype == (torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
 
 
@@ -424,7 +426,7 @@ def test_what_is_wrong_with_a_draft_model_names_the_draft_model(tmp_path: Path) 
     make_target("mpt", d_model=32, n_layers=7, n_heads=4).save_pretrained(tmp_path / "mpt")
     for model, message in ((tmp_path / "mpt", "MptForCausalLM does not follow"), (tmp_path / "none", "no such dir")):
         with pytest.raises(UserError, match=rf"^draft_model\.model: .*{message}") as caught:
-            load_draft_model(TargetSection(model=str(model)))
+            load_draft_model(TargetFiles(TargetSection(model=str(model))))
         assert "target.model" not in str(caught.value)
 
 
@@ -470,7 +472,7 @@ def test_rotary_frequencies_in_an_older_checkpoint_are_ignored(tmp_path: Path) -
     file = tmp_path / "model.safetensors"
     buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(7)}
     save_file(load_file(file) | buffers, file, metadata={"format": "pt"})
-    target = Target(load_causal_lm(TargetSection(model=str(tmp_path)), "cpu"))
+    target = Target(TargetFiles(TargetSection(model=str(tmp_path))).load_model("cpu"))
     ids = torch.tensor([some_tokens(12, 1)])
     torch.testing.assert_close(target.states(ids).captured, Target(model).states(ids).captured, rtol=0, atol=0)
 
@@ -480,7 +482,7 @@ def test_forms_of_a_checkpoint_that_are_read(tmp_path: Path, tied: bool, shards:
     model = make_target(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path, max_shard_size="50KB" if shards else "5GB")
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == shards
-    target = Target(load_causal_lm(TargetSection(model=str(tmp_path)), "cpu"))
+    target = Target(TargetFiles(TargetSection(model=str(tmp_path))).load_model("cpu"))
     ids = torch.tensor([some_tokens(12, 1)])
     torch.testing.assert_close(target.states(ids).captured, Target(model).states(ids).captured, rtol=0, atol=0)
     assert torch.equal(target.head_weight, model.lm_head.weight)
@@ -489,7 +491,7 @@ def test_forms_of_a_checkpoint_that_are_read(tmp_path: Path, tied: bool, shards:
 
 def refusal(directory: Path) -> str:
     with pytest.raises(UserError) as caught:
-        load_causal_lm(TargetSection(model=str(directory)))
+        TargetFiles(TargetSection(model=str(directory))).load_model()
     return str(caught.value)
 
 
@@ -507,11 +509,12 @@ def test_forms_of_a_checkpoint_that_are_refused(tmp_path: Path) -> None:
         (tmp_path / "gguf/y.gguf", "no such file: .*y.gguf', and GGUF is not read here;"),
         (tmp_path / "gguf", r"gguf' holds a GGUF file \(x-Q4_K.gguf\) and no config.json;"),
     ):
-        for read in (load_causal_lm, load_tokenizer, load_config):
+        files = TargetFiles(TargetSection(model=str(path)))
+        for read in (files.load_model, files.stored_tokenizer, lambda files=files: files.config):
             with pytest.raises(
                 UserError, match=rf"^target.model: .*{what} name the folder or Hub id of the model that"
             ):
-                read(TargetSection(model=str(path)))
+                read()
 
     assert refusal(tmp_path / "nowhere").endswith("nowhere': no such directory")
     (tmp_path / "empty").mkdir()

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from draftsmith.data_gen import capture, conversations, rank_vocab, regenerate
-from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import load_drafter, target_identity
-from draftsmith.models.target import Target, default_capture_layers, load_causal_lm
+from draftsmith.models.checkpoint import load_drafter
+from draftsmith.models.target import Target, default_capture_layers
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
@@ -22,10 +22,10 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.train import eagle3
 from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS
-from draftsmith.train.run import run_identity, trainer
+from draftsmith.train.run import run_identity
 from draftsmith.train.run.batches import BatchOrder
 from draftsmith.train.run.loop import Loop
-from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
+from tests.conftest import CHAT_TEMPLATE, files_of, make_target, make_tokenizer
 from tests.training_runs import metrics, run_main, train, write_conversations
 from tests.training_runs import recipe_path as recipe_path
 
@@ -123,7 +123,7 @@ def test_changed_settings_under_a_checkpoint_are_refused(recipe_path: Path, caps
 
 def test_a_device_that_is_not_there_is_refused(recipe_path: Path) -> None:
     with pytest.raises(UserError, match=r"target\.device: 'banana' cannot be used here .*; write auto, cpu"):
-        load_causal_lm(load_recipe(recipe_path, ["target.device=banana"]).target)
+        TargetFiles(load_recipe(recipe_path, ["target.device=banana"]).target).load_model()
 
 
 def test_a_checkpoint_without_a_key_is_gone_on_with_unless_the_key_says_something(
@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_told_before_the_target_is_loaded(
     def loaded(*_: object) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(trainer, "loaded_target", loaded)
+    monkeypatch.setattr(TargetFiles, "load", loaded)
     for override, message in {
         "drafter.vocab_size=77": "holds 160 draft tokens, drafter.vocab_size asks for 77",
         "drafter.capture_layers=[1,1,2]": "must be ascending and distinct",
@@ -189,17 +189,17 @@ def test_missing_inputs_are_named(recipe_path: Path) -> None:
 
 def test_a_drafter_for_another_target_is_refused(recipe_path: Path, target_dir: Path, tmp_path: Path) -> None:
     drafter = train(recipe_path, "train.max_steps=1") / "drafter"
-    tokenizer = make_tokenizer()
-    target = Target(load_causal_lm(TargetSection(model=str(target_dir))))
-    identity = target_identity(target, str(target_dir), None, tokenizer_fingerprint(tokenizer))
+    files = TargetFiles(TargetSection(model=str(target_dir)))
+    target = files.load()
+    identity = files.identity_of(target)
     assert load_drafter(drafter, target, identity).vocab.size == 160
 
     other = Target(make_target(seed=1))
     with pytest.raises(UserError, match="embedding_digest: the drafter was trained for"):
-        load_drafter(drafter, other, target_identity(other, "other", None, tokenizer_fingerprint(tokenizer)))
+        load_drafter(drafter, other, files_of(other).identity_of(other))
     wider = Target(make_target(vocab_size=352))
     with pytest.raises(UserError, match="vocab_size: the drafter was trained for 320, this target has 352"):
-        load_drafter(drafter, wider, target_identity(wider, "other", None, tokenizer_fingerprint(tokenizer)))
+        load_drafter(drafter, wider, files_of(wider).identity_of(wider))
     with pytest.raises(UserError, match="tokenizer_fingerprint"):
         load_drafter(drafter, target, identity | {"tokenizer_fingerprint": "x"})
     captured = Target(target.model, [1, 3, 5])

@@ -16,15 +16,15 @@ from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import replay
 from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import load_drafter, target_identity
+from draftsmith.models.checkpoint import load_drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import save_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train.run import trainer
 from draftsmith.train.run.inputs import read_rows
 from draftsmith.train.run.loop import Loop
 from tests.conftest import make_tokenizer
@@ -42,12 +42,12 @@ def test_replay_at_every_checkpoint_is_replay_of_what_is_saved(recipe_path: Path
     assert [line["step"] for line in lines if "replay_tau" in line] == [3, 6]  # step 3 is a checkpoint, not a log step
     assert [line["step"] for line in lines] == [3, 4, 6]
 
-    section, tokenizer = TargetSection(model=str(target_dir), dtype="float32"), make_tokenizer()
-    target = Target(load_causal_lm(section))
-    identity = target_identity(target, str(target_dir), None, tokenizer_fingerprint(tokenizer))
+    section = TargetSection(model=str(target_dir), dtype="float32")
+    target = Target(TargetFiles(section).load_model())
+    identity = TargetFiles(TargetSection(model=str(target_dir))).identity_of(target)
     drafter = load_drafter(output / "drafter", target, identity)
     recipe = load_recipe(recipe_path, REPLAY)
-    _, validation = read_rows(recipe, tokenizer, Rejects())
+    _, validation = read_rows(recipe, TargetFiles(recipe.target), Rejects())
     ids = list(dict.fromkeys(row.id for row in validation))[:3]
     assert len(ids) == 3
     answers = [
@@ -155,7 +155,7 @@ def test_replay_drafts_from_a_cut_vocabulary(recipe_path: Path) -> None:
 def test_what_cannot_be_replayed_in_training_is_told_at_once(
     recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "loaded_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("the target was loaded"))
     chain = "eval.tree={policy: chain, draw: sampled}"
     for overrides, message in (
         (("train.validation_conversations=0",), "train.validation_conversations is 0"),

@@ -10,7 +10,8 @@ import yaml
 from draftsmith.data_gen import conversations
 from draftsmith.data_gen.rows.training_rows import TrainingRow, rows_of, turns_of_messages
 from draftsmith.data_gen.server.answers import Vocabulary
-from draftsmith.models.chat import decode_answer, load_config, load_tokenizer, render_prompt
+from draftsmith.models.chat import decode_answer, render_prompt
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.turn_ends import answer_notes, stop_ids, turn_ends
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
@@ -62,7 +63,7 @@ def untagged(template: str) -> str:
 
 def glm(directory: Path, template: str = GLM) -> Any:
     tokenizer = make_tokenizer(template, GLM_SPECIAL, {"pad_token": "<|pad|>", "eos_token": "<|endoftext|>"})
-    return load_tokenizer(saved(directory, tokenizer, {"eos_token_id": [1, 2, 4]}))
+    return TargetFiles(saved(directory, tokenizer, {"eos_token_id": [1, 2, 4]})).tokenizer
 
 
 def rows(tokenizer: Any, *messages: dict[str, Any]) -> list[TrainingRow]:
@@ -123,7 +124,7 @@ def test_what_a_template_writes_behind_the_stop_token_is_not_supervised(tmp_path
         section = saved(
             tmp_path / str(len(each)), make_tokenizer(each, roles={"eos_token": "<|pad|>"}), {"eos_token_id": 4}
         )
-        assert texts(load_tokenizer(section), ASK, ANSWER) == ["sat on<|end|>"]
+        assert texts(TargetFiles(section).tokenizer, ASK, ANSWER) == ["sat on<|end|>"]
 
 
 @pytest.mark.parametrize(
@@ -176,8 +177,8 @@ def test_show_says_where_tags_prompts_and_stop_tokens_disagree(
 def test_stop_tokens_of_generation_config_tokenizer_and_template(tmp_path: Path) -> None:
     assert stop_ids(make_tokenizer()) == (4,)
     beyond = [9, 7, 320, -1]  # 320 rows
-    assert stop_ids(load_tokenizer(saved(tmp_path, make_tokenizer(), {"eos_token_id": beyond}))) == (4, 7, 9)
-    assert stop_ids(load_tokenizer(saved(tmp_path / "c", make_tokenizer(), config={"eos_token_id": 9}))) == (4, 9)
+    assert TargetFiles(saved(tmp_path, make_tokenizer(), {"eos_token_id": beyond})).stop_ids == (4, 7, 9)
+    assert TargetFiles(saved(tmp_path / "c", make_tokenizer(), config={"eos_token_id": 9})).stop_ids == (4, 9)
     with pytest.raises(UserError, match=r"names a stop token .*ends no turn with a special token"):
         stop_ids(make_tokenizer(CHAT_TEMPLATE.replace("<|end|>", ""), roles={}))
 
@@ -185,16 +186,16 @@ def test_stop_tokens_of_generation_config_tokenizer_and_template(tmp_path: Path)
 def test_an_end_of_turn_that_nothing_names_is_a_stop_token(tmp_path: Path) -> None:
     """Base models tuned on chat, and the first Llama-3: <|end|> ends turns, another token ends texts."""
     section = saved(tmp_path, make_tokenizer(roles={"eos_token": "<|pad|>"}), {"eos_token_id": 0})
-    tokenizer: Any = load_tokenizer(section)
+    tokenizer: Any = TargetFiles(section).tokenizer
     assert stop_ids(tokenizer) == (0, 4) and turn_ends(tokenizer).unnamed == 4
     assert texts(tokenizer, ASK, ANSWER) == ["sat on<|end|>"]
     with pytest.raises(ValueError, match=r"stop token inside: .* continues after '<\|end\|>'"):
         texts(tokenizer, ASK, {"role": "assistant", "content": "a<|end|>b"})
     assert Vocabulary(tokenizer, 320, stop_ids(tokenizer)).usual_stop == 4  # what servers strip
-    (note,) = answer_notes(section, tokenizer)
+    (note,) = answer_notes(TargetFiles(section))
     assert "ends turns with '<|end|>'" in note and "eos_token_id" in note
     named = saved(tmp_path / "named", make_tokenizer(roles={"eos_token": "<|pad|>"}), {"eos_token_id": [0, 4]})
-    assert answer_notes(named, load_tokenizer(named)) == []
+    assert answer_notes(TargetFiles(named)) == []
 
 
 def test_an_end_of_turn_behind_a_newline_is_found() -> None:
@@ -213,7 +214,7 @@ def test_an_end_that_stands_between_turns_only_is_found() -> None:
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE.replace("<|end|>", "</s>"), untagged(GLM)])
 def test_a_template_whose_turns_no_stop_token_ends_is_told(tmp_path: Path, template: str) -> None:
     section = saved(tmp_path, make_tokenizer(template, GLM_SPECIAL, roles={"eos_token": "<|pad|>"}))
-    (note,) = answer_notes(section, load_tokenizer(section))
+    (note,) = answer_notes(TargetFiles(section))
     assert "no stop token (there are '<|pad|>')" in note and "target.chat_template" in note
 
 
@@ -241,7 +242,7 @@ def test_stop_tokens_that_are_not_special_stay_out_of_the_next_prompt(tmp_path: 
     tokenizer = make_tokenizer(roles={"eos_token": "<|pad|>"})
     tokenizer.add_tokens(["<stop>"])
     stop: Any = tokenizer.convert_tokens_to_ids("<stop>")
-    loaded: Any = load_tokenizer(saved(tmp_path, tokenizer, {"eos_token_id": stop}))
+    loaded: Any = TargetFiles(saved(tmp_path, tokenizer, {"eos_token_id": stop})).tokenizer
     assert decode_answer(loaded, [*loaded("sat on")["input_ids"], stop]) == "sat on"
 
 
@@ -252,16 +253,16 @@ def test_a_stop_token_that_is_no_id_is_refused(tmp_path: Path, file: str, named:
     where = {"generation": settings} if file == "generation_config.json" else {"config": settings}
     section = saved(tmp_path, make_tokenizer(), **where)
     with pytest.raises(UserError, match=rf"target\.model: the {file} of .*eos_token_id.*in a copy"):
-        load_tokenizer(section)
+        _ = TargetFiles(section).tokenizer
     if file == "config.json":
         with pytest.raises(UserError, match=rf"target\.model: the {file} of .*eos_token_id"):
-            load_config(section)
+            _ = TargetFiles(section).config
 
 
 def test_settings_that_decoding_does_not_apply_are_named(tmp_path: Path) -> None:
     asked = {"repetition_penalty": 1.05, "top_p": 0.8, "temperature": 0.6, "min_p": 0.0, "suppress_tokens": [3]}
     section = saved(tmp_path, make_tokenizer(), asked)
-    assert answer_notes(section, load_tokenizer(section)) == [
+    assert answer_notes(TargetFiles(section)) == [
         "note: the target's generation_config asks for repetition_penalty 1.05; it is not applied",
         "note: the target's generation_config asks for suppress_tokens [3]; it is not applied",
     ]

@@ -16,18 +16,17 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.data_gen.states.stored_target import save_config_and_tokenizer
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.causal_lm import CausalLMDrafting
-from draftsmith.models.chat import load_tokenizer, render, render_marked, render_prompt
-from draftsmith.models.checkpoint import weight_digests
+from draftsmith.models.chat import render, render_marked, render_prompt
 from draftsmith.models.costs import target_size
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.picture_prompts import PictureProcessor, embeddings_of, in_parts, opened
 from draftsmith.models.prompt import PlacedInsert, Prompt, RenderError
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles, weight_digests
 from draftsmith.models.vision import PictureInsert
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection, TreeSection
@@ -73,7 +72,7 @@ def section_of(folder: Path, **more: Any) -> TargetSection:
 
 def prompts_of(folder: Path) -> list[Prompt]:
     """One picture; two of different shapes, the second in a later turn; two in one message; none."""
-    tokenizer = load_tokenizer(section_of(folder))
+    tokenizer = TargetFiles(section_of(folder)).tokenizer
     answer = {"role": "assistant", "content": "the mat"}
     conversations = [
         [asked("the cat sat", picture())],
@@ -130,7 +129,7 @@ SIZES = [(1, 1), (3, 5), (16, 16), (33, 32), (48, 16), (16, 48), (200, 1), (1, 2
 @both
 def test_pictures_of_every_shape_are_counted_as_the_model_reads_them(family: str, folders: dict[str, Path]) -> None:
     """Wide, tall, small. Of an enlarged picture, LLaVA-NeXT cuts rows and columns of padding off."""
-    tokenizer, reader = load_tokenizer(section_of(folders[family])), target_of(family).pictures
+    tokenizer, reader = TargetFiles(section_of(folders[family])).tokenizer, target_of(family).pictures
     assert reader is not None
     lengths = []
     for width, height in SIZES:
@@ -168,12 +167,12 @@ def test_another_model_s_image_processor_is_refused(
     processor = json.loads((folders[other] / "preprocessor_config.json").read_text())
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor | settings))
     with pytest.raises(UserError, match=r"which a \w+ with this config does not read; is preprocessor_config\.json"):
-        render_prompt(load_tokenizer(section_of(tmp_path)), [asked("the cat", picture(64, 64))])
+        render_prompt(TargetFiles(section_of(tmp_path)).tokenizer, [asked("the cat", picture(64, 64))])
 
 
 @both
 def test_text_beside_pictures_is_not_lost(family: str, folders: dict[str, Path]) -> None:
-    tokenizer = load_tokenizer(section_of(folders[family]))
+    tokenizer = TargetFiles(section_of(folders[family])).tokenizer
     written = tokenizer.decode(list(prompts_of(folders[family])[3]))
     assert written == "<|user|>the cat and the dog<|end|><|assistant|>"
     messages = [asked("the cat", picture()), {"role": "assistant", "content": "a mat"}]
@@ -187,7 +186,7 @@ def test_text_beside_pictures_is_not_lost(family: str, folders: dict[str, Path])
 def test_pictures_and_placeholders_that_differ_are_refused(
     family: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    tokenizer = load_tokenizer(section_of(folders[family]))
+    tokenizer = TargetFiles(section_of(folders[family])).tokenizer
     for messages, found in (
         ([asked("what is <image>", picture())], "1 and 2"),
         ([{"role": "user", "content": "what is <image>"}], "0 and 1"),
@@ -196,7 +195,7 @@ def test_pictures_and_placeholders_that_differ_are_refused(
             render_prompt(tokenizer, messages)
     template = tmp_path / "text.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] if m['content'] is string }}{% endfor %}")
-    deaf = load_tokenizer(section_of(folders[family], chat_template=str(template)))
+    deaf = TargetFiles(section_of(folders[family], chat_template=str(template))).tokenizer
     assert deaf.decode(list(render_prompt(deaf, [{"role": "user", "content": "the cat"}]))) == "the cat"
     with pytest.raises(RenderError, match="pictures and placeholders differ: 1 and 0"):
         render_prompt(deaf, [asked("the cat", picture())])
@@ -211,13 +210,13 @@ def test_a_chat_template_of_the_processor_serves(folders: dict[str, Path], tmp_p
     template = (tmp_path / "chat_template.jinja").read_text()
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="has no chat template"):
-        load_tokenizer(section_of(tmp_path))
+        _ = TargetFiles(section_of(tmp_path)).tokenizer
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
     messages = [asked("the cat", picture())]
-    own = render_prompt(load_tokenizer(section_of(folders["llava_next"])), messages)
-    assert render_prompt(load_tokenizer(section_of(tmp_path)), messages) == own
-    save_config_and_tokenizer(section_of(tmp_path), tmp_path / "stored")
-    assert render_prompt(load_tokenizer(section_of(tmp_path / "stored")), messages) == own
+    own = render_prompt(TargetFiles(section_of(folders["llava_next"])).tokenizer, messages)
+    assert render_prompt(TargetFiles(section_of(tmp_path)).tokenizer, messages) == own
+    TargetFiles(section_of(tmp_path)).save_without_weights(tmp_path / "stored")
+    assert render_prompt(TargetFiles(section_of(tmp_path / "stored")).tokenizer, messages) == own
 
 
 @pytest.mark.parametrize("part", [{"sha256": 5}, {"path": 7, "sha256": "0"}, {"path": ["a"], "sha256": "0"}])
@@ -246,7 +245,7 @@ def test_the_size_of_a_picture_tells_its_tokens(
     family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other pictures of a known size are not processed before the target asks for them."""
-    processor = PictureProcessor(section_of(folders[family]), AutoConfig.from_pretrained(folders[family]))
+    processor = PictureProcessor(TargetFiles(section_of(folders[family])))
     processed: list[Any] = []
     original = processor._processed
     monkeypatch.setattr(processor, "_processed", lambda *given: processed.append(given) or original(*given))
@@ -260,7 +259,7 @@ def test_the_size_of_a_picture_tells_its_tokens(
 def test_pictures_come_as_files_bytes_or_images(folders: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     picture().save(path)
-    tokenizer = load_tokenizer(section_of(folders["llava"]))
+    tokenizer = TargetFiles(section_of(folders["llava"])).tokenizer
     url = {"type": "image_url", "image_url": {"url": str(path)}}
     given = [*({"type": "image", key: str(path)} for key in ("path", "url", "image")), url]
     given.append({"type": "image", "image": path.read_bytes()})
@@ -282,7 +281,7 @@ def test_a_picture_that_changed_behind_its_prompt_is_refused(folders: dict[str, 
     path = tmp_path / "a.png"
     picture().save(path)
     messages = [{"role": "user", "content": [{"type": "image", "path": str(path)}]}]
-    prompt = render_prompt(load_tokenizer(section_of(folders["llava"])), messages)
+    prompt = render_prompt(TargetFiles(section_of(folders["llava"])).tokenizer, messages)
     insert = prompt.inserts[0]
     assert isinstance(insert, PictureInsert)
     pixels = insert.pixels()  # held for a while
@@ -363,7 +362,7 @@ def test_greedy_answers_are_the_model_s_own(family: str, folders: dict[str, Path
     """With pictures, several of them, in later turns, beside text: one by one, and side by side."""
     target, prompts, length = target_of(family), prompts_of(folders[family]), 24
     expected = [generated(family, prompt, length) for prompt in prompts]
-    others = [render_prompt(load_tokenizer(section_of(folders[family])), [asked("the cat sat", TALL)])]
+    others = [render_prompt(TargetFiles(section_of(folders[family])).tokenizer, [asked("the cat sat", TALL)])]
     assert generated(family, others[0], length) != expected[0]  # the picture matters
     for name, proposer in proposers(family).items():
         if family in WITH_AXES:
@@ -521,11 +520,11 @@ def test_pictures_of_other_families_are_refused_by_name_and_text_is_read(
     for file in folders["llava"].glob("*token*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "chat_template.jinja").write_bytes((folders["llava"] / "chat_template.jinja").read_bytes())
-    tokenizer = load_tokenizer(section_of(tmp_path))
+    tokenizer = TargetFiles(section_of(tmp_path)).tokenizer
     message = f"pictures of {name} are not supported: .*{UNREADABLE[family]}.*; those of LLaVA-1.5, LLaVA-NeXT"
     with pytest.raises(UserError, match=message):
         render_prompt(tokenizer, [asked("the cat", picture())])
-    target = Target(load_causal_lm(section_of(tmp_path)))
+    target = Target(TargetFiles(section_of(tmp_path)).load_model())
     prompt = render_prompt(tokenizer, [{"role": "user", "content": "the cat"}])
     ids = torch.tensor([list(prompt)])
     own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None)
@@ -535,7 +534,7 @@ def test_pictures_of_other_families_are_refused_by_name_and_text_is_read(
 def test_a_folder_without_an_image_processor_reads_text(folders: dict[str, Path], tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / name).write_bytes((folders["llava"] / name).read_bytes())
-    tokenizer = load_tokenizer(section_of(tmp_path))
+    tokenizer = TargetFiles(section_of(tmp_path)).tokenizer
     assert len(render_prompt(tokenizer, [{"role": "user", "content": "the cat"}])) == 5
     with pytest.raises(UserError, match=r"cannot load an image processor .*preprocessor_config.json"):
         render_prompt(tokenizer, [asked("the cat", picture())])
@@ -544,7 +543,7 @@ def test_a_folder_without_an_image_processor_reads_text(folders: dict[str, Path]
 @both
 def test_a_vision_language_target_loads_as_it_was_saved(family: str, folders: dict[str, Path]) -> None:
     section = section_of(folders[family])
-    target, own = Target(load_causal_lm(section)), make_vision_target(family)
+    target, own = Target(TargetFiles(section).load_model()), make_vision_target(family)
     assert target.name == type(own).__name__ and target.num_layers == 7
     prompt = prompts_of(folders[family])[1]
     assert decode(target, None, prompt, {-1}, 8).token_ids == generated(family, prompt, 8)

@@ -17,13 +17,16 @@ from transformers import GenerationConfig
 
 from draftsmith.data_gen.states.answer_states import AnswerStates
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_size
+from draftsmith.eval.decoding.contenders import check_size
 from draftsmith.eval.decoding.decode import Request, TargetVerifier, decode_stream
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.proposers import check_drafter
-from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.schema import Recipe, TreeSection
 
@@ -103,13 +106,13 @@ class Writer:
         self.states: AnswerStates | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe, settings: GenerationSettings) -> "Writer":
+    def of(cls, recipe: Recipe, files: TargetFiles, settings: GenerationSettings) -> "Writer":
         """The recipe's target, with data.generator.drafter if there is one."""
-        lineup = Lineup(recipe.target)
-        if recipe.data.generator.drafter is None:
-            return cls(lineup.target, settings)
-        contender = _contender(recipe)
-        return cls(lineup.target, settings, lineup.proposer(contender, settings.sampling), contender.rule)
+        models, generator, proposer = LoadedModels(files), recipe.data.generator, None
+        if generator.drafter is not None:
+            drafter = models.drafter(Path(generator.drafter))
+            proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(_tree(recipe), settings.sampling))
+        return cls(models.target, settings, proposer)
 
     @torch.inference_mode()
     def __call__(self, prompts: Iterator[Asked | None]) -> Iterator[GeneratedAnswer]:
@@ -158,29 +161,26 @@ class Writer:
         return [f"drafted: {self.drafted / self.rounds:.2f} tokens of an answer in each pass of the target"]
 
 
-def check_generator_drafter(recipe: Recipe) -> None:
+def check_generator_drafter(recipe: Recipe, files: TargetFiles) -> None:
     """Checks data.generator.drafter before weights are loaded.
 
     Raises UserError for a missing drafter, a drafter of another target, or chains longer than the target's context.
     """
-    contender = _contender(recipe)
-    assert contender.drafter is not None
-    target, problems = TargetFacts.read(recipe.target), list[str]()
+    generator, problems = recipe.data.generator, list[str]()
+    assert generator.drafter is not None
     with collected(problems, before="data.generator.drafter: "):
-        check_drafter(target, contender.drafter)
+        check_drafter(files, Path(generator.drafter))
     if problems:
         raise UserError(problems)
     try:
-        check_size(contender.tree, target.positions)
+        check_size(_tree(recipe), files.positions)
     except UserError:
         raise UserError(
-            f"data.generator.draft_tokens: {recipe.data.generator.draft_tokens:,} tokens do not fit the target's "
-            f"{target.positions:,} positions; set it to less"
+            f"data.generator.draft_tokens: {generator.draft_tokens:,} tokens do not fit the target's "
+            f"{files.positions:,} positions; set it to less"
         ) from None
 
 
-def _contender(recipe: Recipe) -> Contender:
-    generator = recipe.data.generator
-    assert generator.drafter is not None
-    tree = TreeSection(policy="chain", nodes=1 + generator.draft_tokens)
-    return Contender("", "drafter", tree, "data.generator", drafter=Path(generator.drafter))
+def _tree(recipe: Recipe) -> TreeSection:
+    """The chains that data.generator.drafter drafts."""
+    return TreeSection(policy="chain", nodes=1 + recipe.data.generator.draft_tokens)

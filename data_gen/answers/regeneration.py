@@ -27,24 +27,20 @@ from draftsmith.data_gen.server.generator import Servers, Unanswered
 from draftsmith.data_gen.states.answer_states import AnswerStates, asked_states, storing
 from draftsmith.data_gen.states.capturing import complete
 from draftsmith.data_gen.states.jobs import Asked
-from draftsmith.eval.decoding.target_facts import bounded_rows, check_evaluation, longest_row
 from draftsmith.models.chat import (
     RenderError,
-    load_config,
-    load_generation_config,
-    load_tokenizer,
     prompt_date,
     reads_pictures,
     render_prompt,
     template_variables,
-    tokenizer_fingerprint,
 )
-from draftsmith.models.checkpoint import weight_bytes, weight_digests
+from draftsmith.models.checkpoint import weight_bytes
+from draftsmith.models.context_limits import bounded_rows, check_evaluation, longest_row
 from draftsmith.models.costs import free_bytes, gigabytes, plan_decoding
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_writing_drafter, yet_to_import
-from draftsmith.models.quantize import target_changes
-from draftsmith.models.turn_ends import answer_notes, stop_ids
+from draftsmith.models.target_files import TargetFiles, weight_digests
+from draftsmith.models.turn_ends import answer_notes
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
@@ -71,17 +67,18 @@ CUT_SHARE = 0.5  # share of cut answers above which the summary gives advice
 def main(command: Command) -> int:
     """Writes the answers and returns the number of conversations that the next run has to ask again."""
     recipe, section = with_writing_drafter(command.recipe, command.plan), command.recipe.target
-    check_export(recipe)
+    files = TargetFiles(section)
+    check_export(recipe, files)
     if not command.plan:
-        check_evaluation(recipe)
-    tokenizer = load_tokenizer(section)
-    settings = generation_settings(recipe, tokenizer)
-    generator = generator_identity(recipe, settings, tokenizer)
-    if note := bounded_rows(recipe):
+        check_evaluation(recipe, files)
+    tokenizer = files.tokenizer
+    settings = generation_settings(recipe, files)
+    generator = generator_identity(recipe, settings, files)
+    if note := bounded_rows(recipe, files):
         print(note)
     drafter = recipe.data.generator.drafter
     if drafter is not None and not yet_to_import(recipe, drafter):
-        check_generator_drafter(recipe)
+        check_generator_drafter(recipe, files)
     path = recipe.conversations_path
     rejects = Rejects(None if command.plan else path.with_suffix(".rejects.jsonl"))
     limit, sample_only = recipe.data.max_prompts, command.plan and recipe.data.has_hub_prompts
@@ -98,14 +95,14 @@ def main(command: Command) -> int:
         print(f"data.prompts: repeated questions dropped: {dropped:,} (data.duplicates=keep keeps them)")
     if not sample_only:
         conversations = screen(recipe, conversations, rejects, write=not command.plan)
-    for note in answer_notes(section, tokenizer):
+    for note in answer_notes(files):
         print(note)
     if command.plan:
         with PlanLines() as plan:
-            print_regeneration_plan(plan, recipe, tokenizer, settings, conversations, read_log(path, generator))
+            print_regeneration_plan(plan, recipe, files, settings, conversations, read_log(path, generator))
             plan.line("rejected", rejects.summary())
             if recipe.data.generator.kind == "openai":
-                with open_servers(recipe, settings, tokenizer) as servers:
+                with open_servers(recipe, settings, files) as servers:
                     plan.line("servers", f"reached, and serving {servers.connect(ask=False)}; nothing was asked")
         return 0
     with ConversationLog(path, generator) as log, _sigterm_exits():
@@ -120,13 +117,13 @@ def main(command: Command) -> int:
         if done:
             print(f"{path}: {done:,} of {len(conversations):,} conversations are done, going on")
         if recipe.data.generator.kind == "openai":
-            with open_servers(recipe, settings, tokenizer) as servers:
+            with open_servers(recipe, settings, files) as servers:
                 log.identify("served_model", servers.connect())
                 return regenerate(servers, tokenizer, todo, settings, log, rejects)
-        if (asked := asked_states(recipe, generator["tokenizer_fingerprint"])) is not None:
+        if (asked := asked_states(recipe, files)) is not None:
             prompts = first_prompts(tokenizer, todo)
             check_room_for_states(asked, recipe.states_dir, prompts, len(todo), log.content)
-        writer = Writer.of(recipe, settings)
+        writer = Writer.of(recipe, files, settings)
         for name, digest in weight_digests(writer.target).items():
             log.identify(name, digest)
         if not writer.acceptance.lossless:  # these answers are not the target's own
@@ -135,8 +132,7 @@ def main(command: Command) -> int:
             log.note("drafted_by", {"drafter": drafter, "draft_tokens": recipe.data.generator.draft_tokens})
         with contextlib.ExitStack() as held:
             if asked is not None:
-                fingerprint = generator["tokenizer_fingerprint"]
-                writer.states = held.enter_context(storing(recipe, asked, writer.target, fingerprint))
+                writer.states = held.enter_context(storing(recipe, asked, files, writer.target))
             unanswered = regenerate(writer, tokenizer, todo, settings, log, rejects, writer.states)
         if asked is not None or not log.appended:
             complete(recipe, writer.target)
@@ -279,48 +275,44 @@ def _sigterm_exits() -> Iterator[None]:
         signal.signal(signal.SIGTERM, default)
 
 
-def open_servers(recipe: Recipe, settings: GenerationSettings, tokenizer: PreTrainedTokenizerBase) -> Servers:
+def open_servers(recipe: Recipe, settings: GenerationSettings, files: TargetFiles) -> Servers:
     """The recipe's servers, not yet connected."""
-    embedded = getattr(load_config(recipe.target).get_text_config(), "vocab_size", 0)
-    vocabulary = Vocabulary(tokenizer, max(embedded, len(tokenizer)), settings.stop_ids)
+    tokenizer = files.tokenizer
+    vocabulary = Vocabulary(tokenizer, max(files.text_config.vocab_size, len(tokenizer)), settings.stop_ids)
     day = None if "date_string" in recipe.target.template_args else prompt_date(tokenizer)  # Llama's variable for it
     return Servers(recipe.data.generator, settings, vocabulary, template_variables(recipe.target), day)
 
 
-def generation_settings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> GenerationSettings:
+def generation_settings(recipe: Recipe, files: TargetFiles) -> GenerationSettings:
     """The recipe's settings, completed by the target's generation config and limited by its context."""
     asked = recipe.data.generator
     # ViSpec's training answers are sampled, and configs of vision-language models are nearly greedy (Qwen2.5-VL: 1e-6).
-    defaults = GenerationConfig() if reads_pictures(tokenizer) else load_generation_config(recipe.target)
+    defaults = GenerationConfig() if reads_pictures(files.tokenizer) else files.generation_config
     return GenerationSettings(
         max_new_tokens=asked.max_new_tokens,
-        max_length=longest_row(recipe),
-        stop_ids=stop_ids(tokenizer),
+        max_length=longest_row(recipe, files),
+        stop_ids=files.stop_ids,
         sampling=resolve_sampling(asked.temperature, asked.top_p, asked.top_k, defaults),
         seed=asked.seed,
         batch_size=asked.batch_size,
     )
 
 
-def generator_identity(
-    recipe: Recipe, settings: GenerationSettings, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
+def generator_identity(recipe: Recipe, settings: GenerationSettings, files: TargetFiles) -> dict[str, Any]:
     """Settings that every line of the file must share. The drafter is left out: it does not change the distribution."""
     section, kind = recipe.target, recipe.data.generator.kind
-    changes = target_changes(section)
     dtype = section.dtype
     if dtype == "auto":
-        dtype = str(load_config(section).dtype or "float32").removeprefix("torch.")
+        dtype = str(files.config.dtype or "float32").removeprefix("torch.")
     return {
         "kind": kind,
         "target": section.model,
         "revision": section.revision,
-        "adapter": changes.pop("adapter"),
         "dtype": dtype if kind == "transformers" else None,  # unknown for servers; the log records `served_model`
-        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
-        **{key: change for key, change in changes.items() if change is not None},  # older files lack these keys
+        "tokenizer_fingerprint": files.fingerprint,
+        **files.changes,
         **({"template_args": template_variables(section)} if template_variables(section) else {}),
-        **({"date": day} if (day := prompt_date(tokenizer)) else {}),
+        **({"date": day} if (day := prompt_date(files.tokenizer)) else {}),
         **asdict(settings.sampling),
         "seed": settings.seed,
         "max_new_tokens": settings.max_new_tokens,
@@ -361,7 +353,7 @@ def check_room_for_states(asked: Asked, directory: Path, prompts: list[int], cou
 def print_regeneration_plan(
     plan: PlanLines,
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
+    files: TargetFiles,
     settings: GenerationSettings,
     conversations: list[Conversation],
     log: LogContent,
@@ -384,7 +376,7 @@ def print_regeneration_plan(
     plan.line("target", f"{recipe.target.model}, {sampling}, {how}")
     if generator.drafter is not None:
         plan.line("drafter", f"{generator.drafter}, {generator.draft_tokens} tokens for each pass of the target")
-    prompts = first_prompts(tokenizer, todo)
+    prompts = first_prompts(files.tokenizer, todo)
     mean = f"; first prompts of {sum(prompts) / len(prompts):.0f} tokens" if prompts else ""
     plan.line("to do", f"{count:,} conversations, {answers:,} answers{mean}", "counted")
     tokens = answers * settings.max_new_tokens
@@ -397,7 +389,7 @@ def print_regeneration_plan(
         plan.line("tokens", f"at most {tokens:,} of answers, data.generator.max_new_tokens each", "exact")
         size = f"{gigabytes(BYTES_A_TOKEN * tokens)} of answers, besides the prompts"
         plan.line("disk", f"at most {size}", f"assumed: {BYTES_A_TOKEN} bytes a token")
-    if (states := asked_states(recipe, tokenizer_fingerprint(tokenizer))) is not None:
+    if (states := asked_states(recipe, files)) is not None:
         size = gigabytes(count * states.bytes_of(settings.max_length, settings.max_length))
         free = gigabytes(free_bytes(recipe.states_dir))
         text = f"{list(states.layers)}{' and the last' * states.shape.has_last}, in {recipe.data.capture.dtype}: "
@@ -410,7 +402,7 @@ def print_regeneration_plan(
     else:
         beside = 0 if generator.drafter is None else weight_bytes(Path(generator.drafter))
         rows = min(settings.batch_size, max(1, count))
-        plan_decoding(plan, load_config(recipe.target), recipe.target, rows, settings.max_length, beside)
+        plan_decoding(plan, files, rows, settings.max_length, beside)
     plan.line("time", "unknown until the first answers are written; the progress bar then shows what is left")
     plan.writes(log.path)
     if prompts and min(prompts) >= settings.max_length:

@@ -8,10 +8,9 @@ import numpy as np
 
 from draftsmith.data_gen.corpus.counts import Tokeniser
 from draftsmith.data_gen.corpus.reader import ANSWERS, bytes_of, check_sources
-from draftsmith.models.chat import load_config, load_tokenizer
 from draftsmith.models.costs import device_here, gigabytes, plan_memory
 from draftsmith.models.sam import MOST_TOKENS, StaticAutomaton, corpus_tokens
-from draftsmith.models.turn_ends import stop_ids
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
@@ -26,12 +25,12 @@ SORTING_BYTES = 60  # a token at the peak of sorting; 57 measured by tools/bench
 
 def main(command: Command) -> None:
     recipe = command.recipe
-    vocab_size = load_config(recipe.target).get_text_config().vocab_size
+    files = TargetFiles(recipe.target)
     if command.plan:
-        print_automaton_plan(recipe, vocab_size)
+        print_automaton_plan(recipe, files.text_config.vocab_size)
     else:
         with alone_in(recipe.sam_path.parent):
-            sort_corpus(recipe, vocab_size)
+            sort_corpus(recipe, files)
 
 
 def sources_of(recipe: Recipe, look: bool) -> list[RankingSource]:
@@ -58,15 +57,15 @@ def print_automaton_plan(recipe: Recipe, vocab_size: int) -> None:
         plan.writes(recipe.sam_path)
 
 
-def sort_corpus(recipe: Recipe, vocab_size: int) -> None:
+def sort_corpus(recipe: Recipe, files: TargetFiles) -> None:
     """Reads, sorts and writes the corpus; prints its size.
 
     Raises:
         UserError: a source is missing or cannot be used, or there is no token.
     """
     sources = sources_of(recipe, look=True)
-    tokenizer = load_tokenizer(recipe.target)
-    tokeniser, documents = Tokeniser(tokenizer, vocab_size), DistinctDocuments(stop_ids(tokenizer))
+    vocab_size = files.text_config.vocab_size
+    tokeniser, documents = Tokeniser(files.tokenizer, vocab_size), DistinctDocuments(files.stop_ids)
     rejects = Rejects(recipe.sam_path.with_suffix(".rejects.jsonl"))
     for section in sources:
         for document in tokeniser.documents(section, rejects, "reading"):

@@ -6,18 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.corpus.counts import Tokeniser, as_tensor, count_corpus
 from draftsmith.data_gen.corpus.reader import ANSWERS, check_sources
 from draftsmith.data_gen.corpus.template_tokens import template_tokens
 from draftsmith.data_gen.rows.overlap import training_check
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
-from draftsmith.eval.decoding.target_facts import longest_row
-from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import check_identity, config_identity, read_drafter_config, read_drafter_vocab
+from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
+from draftsmith.models.context_limits import longest_row
 from draftsmith.models.formats.named_drafters import with_start
-from draftsmith.models.turn_ends import stop_ids
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import (
     CorpusCounts,
     DraftVocab,
@@ -42,7 +40,8 @@ NAME_WIDTH = 20  # characters of a corpus's name that a table shows
 
 def main(command: Command) -> None:
     recipe = with_start(command.recipe, command.plan)
-    vocab_size = load_config(recipe.target).get_text_config().vocab_size
+    files = TargetFiles(recipe.target)
+    vocab_size = files.text_config.vocab_size
     size = recipe.drafter.vocab_size or vocab_size
     if size > vocab_size:
         raise UserError(f"drafter.vocab_size: {size} is more than the target's vocabulary of {vocab_size} tokens")
@@ -50,7 +49,7 @@ def main(command: Command) -> None:
         print_ranking_plan(recipe, size, vocab_size)
     else:
         with alone_in(Path(recipe.output_dir)):
-            choose_vocab(recipe, size, vocab_size)
+            choose_vocab(recipe, size, files)
 
 
 def counts_path_of(recipe: Recipe) -> Path:
@@ -74,23 +73,19 @@ def print_ranking_plan(recipe: Recipe, size: int, vocab_size: int) -> None:
         plan.writes(recipe.draft_vocab_path, counts_path_of(recipe))
 
 
-def choose_vocab(recipe: Recipe, size: int, vocab_size: int) -> None:
+def choose_vocab(recipe: Recipe, size: int, files: TargetFiles) -> None:
     """Ranks by the blend of data.ranking.sources, or by the target's own answers without any. Writes the files."""
     sources = recipe.data.ranking.sources
-    tokenizer = load_tokenizer(recipe.target)
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    stops = set(stop_ids(tokenizer))
-    template = template_tokens(tokenizer)
+    vocab_size, stops = files.text_config.vocab_size, set(files.stop_ids)
+    template = template_tokens(files.tokenizer)
     others = set(template.all) if sources else set(template.in_answers) - stops
     must_have = sorted(stops | others)
-    corpora = (
-        count_corpora(recipe, tokenizer, vocab_size) if sources else [count_answers(recipe, tokenizer, vocab_size, 1)]
-    )
+    corpora = count_corpora(recipe, files) if sources else [count_answers(recipe, files, 1)]
     blended = [corpus for corpus in corpora if corpus.weight is not None]
     counts = blend([(corpus.counts, corpus.weight or 0.0) for corpus in blended])
     names = " and ".join(corpus.source for corpus in blended)
     if recipe.drafter.init_from is not None:
-        vocab = vocab_of_start(recipe, fingerprint)
+        vocab = vocab_of_start(recipe, files)
         print(f"the draft vocabulary is that of drafter.init_from, {recipe.drafter.init_from}")
     else:
         vocab = cut_vocab(DraftVocab.full(vocab_size), counts, size, must_have, "drafter.vocab_size")
@@ -101,33 +96,30 @@ def choose_vocab(recipe: Recipe, size: int, vocab_size: int) -> None:
     print(coverage_table(corpora, counts, must_have))
     covered = covered_share(counts, vocab)
     metadata = {
-        "tokenizer_fingerprint": fingerprint,
+        "tokenizer_fingerprint": files.fingerprint,
         "counted_tokens": str(int(counts.sum())),
         "covered_share": f"{covered:.6f}",
     }
     if sources:
         metadata["corpora"] = json.dumps([corpus.facts() for corpus in corpora], ensure_ascii=False)
     done = write(recipe, vocab, metadata)
-    save_token_counts(counts_path_of(recipe), counts, fingerprint, stops, others, corpora if sources else ())
+    save_token_counts(counts_path_of(recipe), counts, files.fingerprint, stops, others, corpora if sources else ())
     print(
         f"{recipe.draft_vocab_path}: {done}; {vocab.size:,} of {vocab_size:,} target tokens, "
         f"{covered:.2%} of {'the blend' if len(blended) > 1 else names} covered"
     )
 
 
-def vocab_of_start(recipe: Recipe, fingerprint: str) -> DraftVocab:
+def vocab_of_start(recipe: Recipe, files: TargetFiles) -> DraftVocab:
     """The draft vocabulary of drafter.init_from.
 
     Raises:
         UserError: no drafter there, or one for another target.
     """
     start, problems = Path(recipe.drafter.init_from or ""), list[str]()
-    config = load_config(recipe.target).get_text_config()
     with collected(problems, before="drafter.init_from: "):
         shape, trained_for = read_drafter_config(start)
-        check_identity(
-            start, trained_for, config_identity(config, recipe.target.model, recipe.target.revision, fingerprint)
-        )
+        check_identity(start, trained_for, files.identity)
         return read_drafter_vocab(start, shape)
     raise UserError(problems)
 
@@ -135,7 +127,7 @@ def vocab_of_start(recipe: Recipe, fingerprint: str) -> DraftVocab:
 # Counting.
 
 
-def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[CorpusCounts]:
+def count_corpora(recipe: Recipe, files: TargetFiles) -> list[CorpusCounts]:
     """Counts of every source, in the recipe's order, then of the target's own answers if they exist.
 
     Raises UserError with all sources that are missing or hold nothing to count.
@@ -154,13 +146,14 @@ def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size
         raise UserError(problems)
     found: dict[str, CorpusCounts] = {}
     if ANSWERS in weights:
-        found[ANSWERS] = count_answers(recipe, tokenizer, vocab_size, weights[ANSWERS])
+        found[ANSWERS] = count_answers(recipe, files, weights[ANSWERS])
     elif answers_there:  # only for comparison; the ranking does not need them
         try:
-            found[ANSWERS] = count_answers(recipe, tokenizer, vocab_size, None)
+            found[ANSWERS] = count_answers(recipe, files, None)
         except UserError as error:
             print(f"note: the coverage of the target's own answers is unknown: {'; '.join(error.problems)}")
-    tokeniser, folder = Tokeniser(tokenizer, vocab_size), Path(recipe.output_dir) / "ranking"
+    tokeniser = Tokeniser(files.tokenizer, files.text_config.vocab_size)
+    folder = Path(recipe.output_dir) / "ranking"
     for section in ranking.sources:
         if section.source != ANSWERS:
             found[section.source] = count_corpus(section, folder, tokeniser)
@@ -175,13 +168,11 @@ def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size
     return [found[name] for name in (*weights, *(name for name in found if name not in weights))]
 
 
-def count_answers(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int, weight: float | None
-) -> CorpusCounts:
+def count_answers(recipe: Recipe, files: TargetFiles, weight: float | None) -> CorpusCounts:
     """Counts the supervised tokens of training's rows. Raises UserError for none, or one beyond the vocabulary."""
     check, rejects = training_check(recipe), Rejects(recipe.training_rejects_path)
     leave_out = check.look if check else None
-    rows = training_rows(recipe.conversations_path, tokenizer, longest_row(recipe), rejects, leave_out)
+    rows = training_rows(recipe.conversations_path, files.tokenizer, longest_row(recipe, files), rejects, leave_out)
     ids: set[str] = set()
 
     def with_ids() -> Iterator[TrainingRow]:
@@ -189,7 +180,7 @@ def count_answers(
             ids.add(row.id)
             yield row
 
-    counts = count_supervised(with_ids(), vocab_size)
+    counts = count_supervised(with_ids(), files.text_config.vocab_size)
     if check:
         check.report()
     if not counts.any():

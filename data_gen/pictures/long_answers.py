@@ -59,8 +59,9 @@ def main(command: Command) -> None:
         raise UserError(f"data.reprompt.out: {out} is one of data.reprompt.sources, and would be replaced")
     if recipe.export.to is not None:  # else nothing here needs torch
         from draftsmith.models.formats.exporting import check_export
+        from draftsmith.models.target_files import TargetFiles
 
-        check_export(recipe)
+        check_export(recipe, TargetFiles(recipe.target))
     if command.plan:
         _print_plan(recipe, sources)
         return

@@ -6,8 +6,8 @@ from collections import Counter
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
-from draftsmith.eval.decoding.target_facts import longest_row
-from draftsmith.models.chat import load_tokenizer
+from draftsmith.models.context_limits import longest_row
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.turn_ends import turn_ends
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import conversations
@@ -22,10 +22,11 @@ def main(command: Command) -> None:
         PlanLines().reads(conversations(recipe))
         print(f"prints {command.show} rows and a summary, writes nothing")
         return
-    tokenizer = load_tokenizer(recipe.target)
+    files = TargetFiles(recipe.target)
+    tokenizer = files.tokenizer
     rejects, remarks, stops = Rejects(), Counter[str](), turn_ends(tokenizer).stops
     ids, rows, answers, tokens, supervised = set(), 0, 0, 0, 0
-    for row in Bar(training_rows(path, tokenizer, longest_row(recipe), rejects), unit="row", leave=False):
+    for row in Bar(training_rows(path, tokenizer, longest_row(recipe, files), rejects), unit="row", leave=False):
         if rows < command.show:
             Bar.write(f"--- {row.id}: {len(row.input_ids)} tokens, spans {row.spans}\n{marked(tokenizer, row)}\n")
         rows += 1

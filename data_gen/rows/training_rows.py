@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.rows.overlap import LeaveOut, left_out_of_training
-from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
 from draftsmith.models.chat import (
     FINGERPRINT_COVERS,
     RenderError,
@@ -44,7 +43,9 @@ from draftsmith.models.chat import (
     tokenizer_fingerprint,
     with_pictures,
 )
+from draftsmith.models.context_limits import bounded_rows, longest_row
 from draftsmith.models.prompt import Insert, Prompt
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.turn_ends import is_blank, turn_ends
 from draftsmith.recipes.command.inputs import conversations, need
 from draftsmith.recipes.command.launch import rank
@@ -85,16 +86,16 @@ class TrainingRow:
         return Prompt(self.input_ids, self.inserts)
 
 
-def usable_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rejects: Rejects) -> list[TrainingRow]:
+def usable_rows(recipe: Recipe, files: TargetFiles, rejects: Rejects) -> list[TrainingRow]:
     """A recipe's rows for training, validation and capture: those with an answer of two tokens or more, in file order.
 
     Raises UserError if there are no usable conversations.
     """
     need(conversations(recipe))
     leave_out = left_out_of_training(recipe)
-    if rank() == 0 and (note := bounded_rows(recipe)):
+    if rank() == 0 and (note := bounded_rows(recipe, files)):
         print(note)
-    rows = training_rows(recipe.conversations_path, tokenizer, longest_row(recipe), rejects, leave_out)
+    rows = training_rows(recipe.conversations_path, files.tokenizer, longest_row(recipe, files), rejects, leave_out)
     # Every picture is opened, for its size and content, which may take a while.
     rows = Bar(rows, desc="reading", unit="row", leave=False, disable=rank() > 0)
     return [row for row in rows if is_usable(row)]

@@ -18,6 +18,7 @@ from draftsmith.data_gen.states.stored_target import save_target, target_is_whol
 from draftsmith.data_gen.states.written import FOLDER, WrittenRows
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import output_problem
@@ -72,7 +73,7 @@ class AnswerStates:
         return tensors
 
 
-def asked_states(recipe: Recipe, fingerprint: str) -> Asked | None:
+def asked_states(recipe: Recipe, files: TargetFiles) -> Asked | None:
     """What is to be stored, before anything is loaded; None: nothing.
 
     Raises UserError if the folder cannot be used, or holds rows of other states.
@@ -82,7 +83,7 @@ def asked_states(recipe: Recipe, fingerprint: str) -> Asked | None:
         return None
     if (problem := output_problem(directory, folder=True)) is not None:
         raise UserError(f"data.states: {problem}")
-    asked = Asked.of(recipe, fingerprint)
+    asked = Asked.of(recipe, files)
     if (store := StoreManifest.read(directory)) is not None:
         print(
             f"note: {directory} holds a store already ({store_summary(store)}); the states of further answers are not "
@@ -95,12 +96,12 @@ def asked_states(recipe: Recipe, fingerprint: str) -> Asked | None:
 
 
 @contextmanager
-def storing(recipe: Recipe, asked: Asked, target: Target, fingerprint: str) -> Iterator[AnswerStates]:
+def storing(recipe: Recipe, asked: Asked, files: TargetFiles, target: Target) -> Iterator[AnswerStates]:
     """Locks the folder of states and opens it for rows.
 
     Raises UserError if it cannot be written, if another run is writing there, or if it holds rows of other states.
     """
-    directory, made_of = recipe.states_dir, asked.made_with(target, recipe, fingerprint)
+    directory, made_of = recipe.states_dir, asked.made_with(files, target)
     StoreManifest.make_folder(directory)
     with alone_in(directory):
         written = WrittenRows(directory)
@@ -108,8 +109,8 @@ def storing(recipe: Recipe, asked: Asked, target: Target, fingerprint: str) -> I
             refuse_others(written.manifest, made_of, directory)
         if written.manifest is None or not target_is_whole(directory, written.manifest, verify=False):
             try:
-                files = save_target(recipe.target, target, directory)
-                StoreManifest(made_of | {"rows": "of answers being written"}, 0, {}, files).write(written.folder)
+                saved = save_target(files, target, directory)
+                StoreManifest(made_of | {"rows": "of answers being written"}, 0, {}, saved).write(written.folder)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{directory}: cannot be written ({first_line(error)}): make room") from error
         written.cut_torn_ends()

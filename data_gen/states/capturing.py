@@ -16,7 +16,6 @@ from draftsmith.data_gen.states.capture_processes import Team
 from draftsmith.data_gen.states.jobs import (
     Job,
     check_room,
-    identity_of,
     job_of,
     missing_shards,
     needs_target,
@@ -27,6 +26,7 @@ from draftsmith.data_gen.states.jobs import (
     rows_written,
     store_so_far,
     store_summary,
+    stored_identity,
 )
 from draftsmith.data_gen.states.store import ShardBuffer, StoreManifest, states_length
 from draftsmith.data_gen.states.stored_pictures import PICTURES, save_pictures
@@ -34,9 +34,9 @@ from draftsmith.data_gen.states.stored_target import save_target
 from draftsmith.data_gen.states.written import FOLDER, WrittenRows
 from draftsmith.models.checkpoint import differences
 from draftsmith.models.formats.exporting import check_export
-from draftsmith.models.guidance import loaded_target
 from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import batches_by_length
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
@@ -76,7 +76,7 @@ def lead(team: Team, command: Command) -> None:
     directory = recipe.states_dir
     if (problem := output_problem(directory, folder=True)) is not None:
         raise UserError(f"data.states: {problem}")
-    check_export(recipe)
+    check_export(recipe, TargetFiles(recipe.target))
     if not recipe.conversations_path.exists():  # planned before regeneration
         with PlanLines() as plan:
             plan_before_regeneration(plan, recipe)
@@ -192,7 +192,7 @@ def capture(
     if target is None and (manifest is None or needs_target(job, manifest, directory, written)):
         target = target_of(job, team)
     if target is not None:
-        identity = identity_of(target, job.recipe, job.fingerprint)
+        identity = stored_identity(job.files, target)
     else:
         assert written is not None and written.manifest is not None
         identity = written.manifest.made_of["target"]
@@ -209,7 +209,7 @@ def capture(
             team.publish(MADE_OF, made_of)
             if not manifest.files:
                 if target is not None:
-                    manifest.files = save_target(job.recipe.target, target, directory)
+                    manifest.files = save_target(job.files, target, directory)
                 elif written is not None and written.manifest is not None:
                     manifest.files = written.manifest.files
                 manifest.write(directory)
@@ -233,8 +233,7 @@ def capture(
 
 
 def target_of(job: Job, team: Team) -> Target:
-    section = job.recipe.target
-    return loaded_target(section, job.layers, team.take_device(section.device))
+    return job.files.load(job.layers, team.take_device(job.recipe.target.device))
 
 
 def check_same(team: Team, made_of: dict[str, Any]) -> None:

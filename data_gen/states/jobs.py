@@ -22,16 +22,13 @@ from draftsmith.data_gen.states.stored_pictures import drop_damaged, inserts_of,
 from draftsmith.data_gen.states.stored_target import (
     head_bytes,
     logit_settings,
-    save_config_and_tokenizer,
     target_is_whole,
 )
 from draftsmith.data_gen.states.written import WrittenRows
-from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
-from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import config_identity, target_identity
-from draftsmith.models.costs import free_bytes, gigabytes, torch_dtype
-from draftsmith.models.quantize import target_changes
+from draftsmith.models.context_limits import bounded_rows, longest_row
+from draftsmith.models.costs import free_bytes, gigabytes
 from draftsmith.models.target import Target, checked_capture_layers
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.inputs import conversations
 from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.errors import UserError
@@ -50,19 +47,17 @@ class Asked:
     made_of: dict[str, Any]
 
     @classmethod
-    def of(cls, recipe: Recipe, fingerprint: str) -> "Asked":
-        section, dtype = recipe.target, recipe.data.capture.dtype
-        config = load_config(section).get_text_config(decoder=True)
+    def of(cls, recipe: Recipe, files: TargetFiles) -> "Asked":
+        config, dtype = files.text_config, recipe.data.capture.dtype
         layers, pictures = layers_of(recipe, config), recipe.drafter.reads_picture_states
         has_last = layers[-1] != config.num_hidden_layers
         shape = RowShape(len(layers), config.hidden_size, ENCODINGS[dtype], has_last, pictures)
-        target = config_identity(config, section.model, section.revision, fingerprint, target_changes(section))
         made_of = {
-            "target": target | logit_settings(config),
+            "target": files.identity | logit_settings(config),
             "capture_layers": list(layers),
             "dtype": dtype,
             "picture_states": pictures,
-            "computed_in": str(torch_dtype(config, section.dtype)).removeprefix("torch."),
+            "computed_in": str(files.dtype).removeprefix("torch."),
         }
         return cls(layers, shape, made_of)
 
@@ -71,15 +66,13 @@ class Asked:
         a_state = self.shape.encoding.bytes_of(self.shape.hidden_size)
         return a_state * (self.shape.states * tokens + (taught if self.shape.has_last else 0)) + 4 * tokens
 
-    def made_with(self, target: Target, recipe: Recipe, fingerprint: str) -> dict[str, Any]:
+    def made_with(self, files: TargetFiles, target: Target) -> dict[str, Any]:
         """`made_of` with what only the weights tell."""
-        return self.made_of | {"target": self.made_of["target"] | identity_of(target, recipe, fingerprint)}
+        return self.made_of | {"target": self.made_of["target"] | stored_identity(files, target)}
 
 
-def identity_of(target: Target, recipe: Recipe, fingerprint: str) -> dict[str, Any]:
-    section = recipe.target
-    identity = target_identity(target, section.model, section.revision, fingerprint, target_changes(section))
-    return identity | {"embedding_scale": target.embedding_scale}
+def stored_identity(files: TargetFiles, target: Target) -> dict[str, Any]:
+    return files.identity_of(target) | {"embedding_scale": target.embedding_scale}
 
 
 @dataclass(frozen=True)
@@ -92,15 +85,15 @@ class Job:
     """
 
     recipe: Recipe
-    fingerprint: str
+    files: TargetFiles
     layers: tuple[int, ...]
     shape: RowShape
     shards: list[list[TrainingRow]]
     made_of: dict[str, Any]
 
     @classmethod
-    def of(cls, recipe: Recipe, rows: Sequence[TrainingRow], fingerprint: str) -> "Job":
-        settings, asked = recipe.data.capture, Asked.of(recipe, fingerprint)
+    def of(cls, recipe: Recipe, rows: Sequence[TrainingRow], files: TargetFiles) -> "Job":
+        settings, asked = recipe.data.capture, Asked.of(recipe, files)
         made_of = asked.made_of | {
             "rows": rows_identity({key_of(row) for row in rows}),
             # These change the last bits of a state, or the shard of a row.
@@ -108,7 +101,7 @@ class Job:
             "batch_tokens": settings.batch_tokens,
         }
         shards = asked.shape.shards(rows, settings.shard_megabytes * 1e6)
-        return cls(recipe, fingerprint, asked.layers, asked.shape, shards, made_of)
+        return cls(recipe, files, asked.layers, asked.shape, shards, made_of)
 
     @property
     def rows(self) -> list[TrainingRow]:
@@ -118,22 +111,20 @@ class Job:
     @property
     def itemsize(self) -> int:
         """Bytes of a number in the target's dtype."""
-        return torch_dtype(load_config(self.recipe.target), self.recipe.target.dtype).itemsize
+        return self.files.dtype.itemsize
 
     @property
     def bytes_of_target(self) -> int:
         """Size of target/: head, embeddings, config and tokenizer."""
-        section = self.recipe.target
-        config = load_config(section)
-        size = head_bytes(config.get_text_config(decoder=True), torch_dtype(config, section.dtype).itemsize)
+        size = head_bytes(self.files.text_config, self.itemsize)
         with tempfile.TemporaryDirectory() as folder:
-            save_config_and_tokenizer(section, Path(folder))
+            self.files.save_without_weights(Path(folder))
             return size + sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
 def job_of(recipe: Recipe, rejects: Rejects) -> Job:
-    tokenizer = load_tokenizer(recipe.target)
-    return Job.of(recipe, usable_rows(recipe, tokenizer, rejects), tokenizer_fingerprint(tokenizer))
+    files = TargetFiles(recipe.target)
+    return Job.of(recipe, usable_rows(recipe, files, rejects), files)
 
 
 def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
@@ -213,9 +204,10 @@ def estimated_bytes(job: Job) -> int:
 
 
 def plan_before_regeneration(plan: PlanLines, recipe: Recipe) -> None:
-    if note := bounded_rows(recipe):
+    files = TargetFiles(recipe.target)
+    if note := bounded_rows(recipe, files):
         print(note)
-    longest, asked = longest_row(recipe), Asked.of(recipe, tokenizer_fingerprint(load_tokenizer(recipe.target)))
+    longest, asked = longest_row(recipe, files), Asked.of(recipe, files)
     plan.reads(conversations(recipe))
     plan.line("rows", "unknown until regenerate has run")
     plan.line("states", f"{list(asked.layers)}{' and the last' * asked.shape.has_last}, {recipe.data.capture.dtype}")

@@ -7,7 +7,6 @@
 Shapes: V vocabulary, H hidden size.
 """
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,20 +15,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
-from transformers import AutoTokenizer
 
 from draftsmith.data_gen.states.shards import file_problem
 from draftsmith.data_gen.states.store import REPAIR, Store, StoreManifest
 from draftsmith.data_gen.states.stored_pictures import stored_picture
-from draftsmith.models.chat import load_config, load_generation_config, processor_template
-from draftsmith.models.picture_prompts import PictureProcessor
 from draftsmith.models.prompt import Insert
 from draftsmith.models.target import Target
-from draftsmith.models.vision import is_vision_language
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import atomic_folder
 from draftsmith.recipes.files.digest import file_digest
-from draftsmith.recipes.schema import TargetSection
 
 FOLDER = "target"
 HEAD = "head.safetensors"
@@ -42,24 +37,7 @@ def logit_settings(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name, None) for name in LOGITS}
 
 
-def save_config_and_tokenizer(section: TargetSection, directory: Path) -> None:
-    """Writes the target's own config and tokenizer, without the recipe's changes to the template, and its image
-    processor if it has one."""
-    config = load_config(section)
-    config.save_pretrained(directory)
-    if is_vision_language(config):
-        with suppress(UserError):  # without a processor it reads text only
-            PictureProcessor(section, config).processor.save_pretrained(directory)
-    load_generation_config(section).save_pretrained(directory)
-    tokenizer = AutoTokenizer.from_pretrained(
-        section.model, revision=section.revision, trust_remote_code=section.trust_remote_code
-    )
-    if not tokenizer.chat_template and is_vision_language(config):
-        tokenizer.chat_template = processor_template(section)  # type: ignore[assignment]
-    tokenizer.save_pretrained(directory)
-
-
-def save_target(section: TargetSection, target: Target, store: Path) -> dict[str, dict[str, Any]]:
+def save_target(files: TargetFiles, target: Target, store: Path) -> dict[str, dict[str, Any]]:
     """Writes the folder and returns the manifest's entries. Raises UserError for an unsupported head (`check_head`)."""
     check_head(target)
     bias = getattr(target.head, "bias", None)
@@ -70,7 +48,7 @@ def save_target(section: TargetSection, target: Target, store: Path) -> dict[str
     # Files of earlier captures, also of one that was killed while it replaced the folder.
     own = {path.name for path in store.glob(f"{FOLDER}*/*")}
     with atomic_folder(store / FOLDER, own=own) as partial:
-        save_config_and_tokenizer(section, partial)
+        files.save_without_weights(partial)
         save_file(given, partial / HEAD)
     return {
         path.relative_to(store / FOLDER).as_posix(): {"bytes": path.stat().st_size, "sha256": file_digest(path)}

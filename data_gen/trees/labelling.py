@@ -9,10 +9,15 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from draftsmith.data_gen.trees.labelled_trees import ROW_BYTES, Trees
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, contenders_of
+from draftsmith.eval.decoding.contenders import (
+    Contender,
+    check_contenders,
+    contenders_of,
+    loaded_drafting,
+    loaded_identity,
+)
 from draftsmith.eval.decoding.decode import Verified, decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
-from draftsmith.eval.decoding.target_facts import TargetFacts, positions_of
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.recorded.answers import (
     RecordedAnswer,
@@ -33,8 +38,10 @@ from draftsmith.models.c2t import node_features
 from draftsmith.models.costs import gigabytes
 from draftsmith.models.draft_tree import Drafting, DraftTree
 from draftsmith.models.formats.named_drafters import with_measured_drafters
+from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -66,9 +73,9 @@ def main(command: Command) -> None:
         print(f"writes       {path}")
         return
     with alone_in(path.parent), errors_naming("labels.answers"):
-        lineup = Lineup(recipe.target)
-        check_recorded_from(recording, lineup.identity)
-        trees = label_all(lineup, contender, section, answers)
+        models = LoadedModels(TargetFiles(recipe.target))
+        check_recorded_from(recording, models.identity)
+        trees = label_all(models, contender, section, answers)
         trees.write(path)
     count, accepted, about = len(trees.sizes), int(trees.accepted.sum()), trees.about
     print(
@@ -91,7 +98,7 @@ def labelled_contender(recipe: Recipe, name: str | None = None) -> Contender:
         UserError: an unknown name, or a drafter without distributions; trees deeper than the target's context;
             labels.out cannot be written. It lists all problems.
     """
-    section, positions, problems = recipe.labels, positions_of(recipe.target), list[str]()
+    section, positions, problems = recipe.labels, TargetFiles(recipe.target).positions, list[str]()
     contenders = {contender.name: contender for contender in contenders_of(recipe)}
     contender = next(iter(contenders.values())) if name is None else contenders.get(name)
     if contender is None:
@@ -119,7 +126,7 @@ def answers_to_label(recipe: Recipe) -> tuple[Recording, list[RecordedAnswer]]:
     """
     path = answers_or_conversations(recipe.labels.answers, recipe, "labels.answers")
     only, note = not_trained_on(recipe, path)
-    recording, target = read_answers(path, only=only), TargetFacts.read(recipe.target)
+    recording, target = read_answers(path, only=only), TargetFiles.read(recipe.target)
     recording.note = note
     check_answers_before_loading(recording, target)
     answers = with_their_pictures(recording.of(PLAIN, PLAIN), target.tokenizer)
@@ -220,13 +227,15 @@ def label(
     return verifier.labelled
 
 
-def label_all(lineup: Lineup, contender: Contender, section: LabelSection, answers: Sequence[RecordedAnswer]) -> Trees:
+def label_all(
+    models: LoadedModels, contender: Contender, section: LabelSection, answers: Sequence[RecordedAnswer]
+) -> Trees:
     """The trees along all answers, or along the first that together have labels.max_rows rows.
 
     Raises:
         UserError: the answers are another target's, or the drafter's distributions are NaN.
     """
-    target, agreement, drafting = lineup.target, Agreement.of(lineup.target), lineup.drafting(contender)
+    target, agreement, drafting = models.target, Agreement.of(models.target), loaded_drafting(models, contender)
     found: list[Labelled] = []
     rows, most = 0, section.max_rows or math.inf
     with Bar(total=answer_tokens(answers), desc="labelling", unit="token") as bar:
@@ -256,7 +265,7 @@ def label_all(lineup: Lineup, contender: Contender, section: LabelSection, answe
         torch.tensor([len(tree) for tree in accepted]),
         {
             "entropy_over": section.entropy_over,
-            "drafter": lineup.drafter_identity(contender, drafting.vocab),
+            "drafter": loaded_identity(models, contender, drafting.vocab),
             "top_k": section.top_k,
             "draft_calls": section.draft_calls,
             "answers": len(found),

@@ -1,13 +1,12 @@
 """Turns a recipe's trees and drafters into named proposers on one loaded target.
 
 A contender is one row of the table: a drafter, a tree and a vocabulary. `check_contenders` reports everything that can
-be wrong with contenders before weights are loaded. `Lineup` then loads each model once.
+be wrong with contenders before weights are loaded. `loaded_proposer` then makes a proposer of loaded models.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from draftsmith.eval.decoding.neighbours import check_neighbours, neighbours_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.proposers import (
     MIN_DRAFT_LENGTH,
+    PLAIN,
     Contender,
     check_sam,
     model_name,
@@ -27,53 +27,25 @@ from draftsmith.eval.decoding.proposers import (
     router_name,
     rule_name,
 )
-from draftsmith.eval.decoding.target_facts import TargetFacts
-from draftsmith.eval.measured.benchmarks import PLAIN
-from draftsmith.models.blocked import block_layers, block_linears
 from draftsmith.models.c2t import check_made_for
-from draftsmith.models.causal_lm import check_vocabulary, load_draft_model
-from draftsmith.models.chat import (
-    load_tokenizer,
-    tokenizer_fingerprint,
-)
-from draftsmith.models.checkpoint import (
-    load_drafter,
-    provenance,
-    read_drafter_config,
-    read_drafter_vocab,
-    target_identity,
-)
-from draftsmith.models.costs import hardware
+from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab
 from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.drafters import kind_name, kind_text
-from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.formats.named_drafters import yet_to_import
-from draftsmith.models.guidance import loaded_target
-from draftsmith.models.quantize import precision_name, target_changes
+from draftsmith.models.loaded_models import LoadedModels
+from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import GREEDY, Sampling
-from draftsmith.models.target import Target, check_precision
-from draftsmith.models.turn_ends import stop_ids
-from draftsmith.models.vocab import DraftVocab, always_inside, cut_by_file, fill_text, load_token_counts
+from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.vocab import DraftVocab, always_inside, fill_text, load_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import written
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.schema import (
     ContenderSection,
-    QuantizationSection,
     Recipe,
     SamSection,
-    TargetSection,
     TreeSection,
 )
-
-
-def drafting_dtype(target: Target) -> torch.dtype | None:
-    """The precision that a drafter's weights are rounded to. None: they stay as they were trained.
-
-    On a GPU it is the target's, as in serving engines: a draft call takes about as long as reading the weights. On a
-    CPU bfloat16 is not always the faster one (LOG.md).
-    """
-    return None if target.device.type == "cpu" else target.dtype
 
 
 def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Contender:
@@ -268,17 +240,17 @@ def _digest(path: Path, changed: int) -> str:
     return file_digest(path)
 
 
-def vocab_of(contender: Contender, target: TargetFacts) -> DraftVocab:
+def vocab_of(contender: Contender, target: TargetFiles) -> DraftVocab:
     """The contender's draft vocabulary.
 
     Raises:
         UserError: no such drafter or counts, counts of another tokenizer, no such cut, or a vocabulary without the
             ranks of a static tree.
     """
-    vocab, tree = DraftVocab.full(target.config.vocab_size), contender.tree
+    vocab, tree = DraftVocab.full(target.text_config.vocab_size), contender.tree
     if contender.drafter is not None:
         vocab = read_drafter_vocab(contender.drafter, read_drafter_config(contender.drafter)[0])
-    vocab = cut_of(contender, vocab, target.fingerprint, target.stop_ids) or vocab
+    vocab = contender.cut(vocab, target) or vocab
     greatest = max(map(max, tree.static_paths)) if tree.policy == "static" else 0
     if greatest >= vocab.size:
         raise UserError(
@@ -288,19 +260,7 @@ def vocab_of(contender: Contender, target: TargetFacts) -> DraftVocab:
     return vocab
 
 
-def cut_of(contender: Contender, vocab: DraftVocab, fingerprint: str, stops: Iterable[int]) -> DraftVocab | None:
-    """The part of `vocab` that the contender's tree drafts from; None: all of it.
-
-    Args:
-        fingerprint, stops: of the target's tokenizer.
-    """
-    if contender.tree.vocab_size is None:
-        return None
-    assert contender.token_counts is not None
-    return cut_by_file(contender.token_counts, fingerprint, vocab, contender.tree.vocab_size, stops)
-
-
-def fill_of(contender: Contender, cut: DraftVocab, target: TargetFacts) -> str | None:
+def fill_of(contender: Contender, cut: DraftVocab, target: TargetFiles) -> str | None:
     """`fill_text` of a contender's cut; None also where its tree cuts nothing."""
     if contender.tree.vocab_size is None or contender.token_counts is None:
         return None
@@ -318,7 +278,7 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
         UserError: the target, a drafter, classifier, draft model or file of token counts is missing, unreadable or
             another target's; a cut exceeds a drafter's vocabulary; a tree exceeds the target's positions.
     """
-    target, sampling = TargetFacts.read(recipe.target), Sampling.of(recipe.eval)
+    target, sampling = TargetFiles.read(recipe.target), Sampling.of(recipe.eval)
     places: dict[str, list[str]] = {}  # of each problem, in order
     notes: dict[str, None] = {}
     may_be_untrained = plan and recipe.eval.drafter is None and not recipe.drafter_dir.exists()
@@ -348,7 +308,8 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
             known = passes("eval.tree.c2t.classifier", policy_of, tree, sampling)
             passes("eval.tree", check_size, tree, target.positions)
         if contender.quantization is not None:
-            passes("quantization", check_precision, recipe.target.quantized(contender.quantization))
+            quantized = TargetFiles(recipe.target.quantized(contender.quantization))
+            passes("quantization", quantized.check_precision)
         if contender.router is not None:
             passes("eval.router.static", check_sam, target, contender.router)
         if contender.relaxed is not None:
@@ -396,123 +357,55 @@ def check_size(tree: TreeSection, positions: int) -> None:
         )
 
 
-# Models.
+# Contenders of loaded models.
 
 
-class Lineup:
-    """A loaded target and its drafters, each model loaded once.
+def loaded_proposer(models: LoadedModels, contender: Contender, sampling: Sampling = GREEDY) -> Proposer:
+    """A fresh proposer for answers drawn by `sampling`. Policy `auto` must be resolved before.
 
     Raises:
-        UserError: no such target.
+        UserError: one of its models or files is missing, or was made for another target.
     """
+    if contender.quantization is not None:
+        own = models.in_precision(contender.quantization)
+        return loaded_proposer(own, replace(contender, quantization=None), sampling)
+    if contender.entry.make is not None:
+        proposer = contender.entry.make(models, contender)
+    else:
+        drafting = loaded_drafting(models, contender)
+        if (classifier := contender.tree.c2t.classifier) is not None:
+            check_made_for(classifier, loaded_identity(models, contender, drafting.vocab))
+        proposer = PolicyProposer(drafting, policy_of(contender.tree, sampling))
+    return proposer if contender.router is None else routed(models, contender.router, proposer)
 
-    def __init__(self, section: TargetSection):
-        self.section = section
-        self.tokenizer = load_tokenizer(section)
-        # Decoding captures the layers that each proposer reads. The target's own list is for training.
-        self.target = loaded_target(section, capture_layers=(0,))
-        block_linears(self.target.layers)
-        self.stop_ids = frozenset(stop_ids(self.tokenizer))
-        self.fingerprint = tokenizer_fingerprint(self.tokenizer)
-        self.drafters: dict[tuple[Path, str | None], FeatureDrafter] = {}  # by directory and a hierarchy's small model
-        self.draft_models: dict[str, Target] = {}
-        self.precisions: dict[str | None, Lineup] = {}
-        self.neighbours: dict[tuple[str, int], torch.Tensor] = {}  # by their source and number
 
-    def in_precision(self, precision: QuantizationSection | None) -> "Lineup":
-        """The same target in this precision, loaded once; None: this one."""
-        if precision is None:
-            return self
-        name = precision_name(precision)
-        if name not in self.precisions:
-            self.precisions[name] = Lineup(self.section.quantized(precision))
-        return self.precisions[name]
+def rule_of(models: LoadedModels, contender: Contender, sampling: Sampling, kept_in: Path | None = None) -> Acceptance:
+    """The rule that accepts the contender's drafted tokens, for answers drawn by `sampling`.
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """`checkpoint.target_identity`, which drafters and recorded answers must match."""
-        return self._identity_of(self.target, self.section)
+    Args:
+        kept_in: folder where LANTERN's table of neighbours is looked for and kept; None: it is computed.
 
-    def _identity_of(self, model: Target, section: TargetSection) -> dict[str, Any]:
-        return target_identity(model, section.model, section.revision, self.fingerprint, target_changes(section))
+    Raises:
+        UserError: no such codebook.
+    """
+    section = contender.relaxed
+    if section is None:
+        return contender.rule(sampling)
+    key = section.neighbours, section.k
+    if key not in models.neighbours:
+        models.neighbours[key] = neighbours_of(models.target, section, kept_in)
+    return LanternAcceptance(sampling, Relaxation(models.neighbours[key], section.delta, section.factor))
 
-    def made(self, files: dict[str, Path] | None = None) -> dict[str, Any]:
-        """How numbers of this target were made: device, precision, versions, date, and the digests of `files`."""
-        now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-        return {
-            "device": str(self.target.device),
-            "dtype": str(self.target.dtype).removeprefix("torch."),
-            "made": provenance(files or {}) | {"date": now, "hardware": hardware(self.target.device)},
-        }
 
-    def proposer(self, contender: Contender, sampling: Sampling = GREEDY) -> Proposer:
-        """A fresh proposer for answers drawn by `sampling`. Policy `auto` must be resolved before.
+def loaded_drafting(models: LoadedModels, contender: Contender) -> Drafting:
+    """The contender's drafter, with its vocabulary cut as the tree says."""
+    assert contender.entry.drafting is not None
+    return contender.entry.drafting(models, contender)
 
-        Raises:
-            UserError: one of its models or files is missing, or was made for another target.
-        """
-        if contender.quantization is not None:
-            own = self.in_precision(contender.quantization)
-            return own.proposer(replace(contender, quantization=None), sampling)
-        if contender.entry.make is not None:
-            proposer = contender.entry.make(self, contender)
-        else:
-            drafting = self.drafting(contender)
-            if (classifier := contender.tree.c2t.classifier) is not None:
-                check_made_for(classifier, self.drafter_identity(contender, drafting.vocab))
-            proposer = PolicyProposer(drafting, policy_of(contender.tree, sampling))
-        return proposer if contender.router is None else routed(self, contender.router, proposer)
 
-    def acceptance(self, contender: Contender, sampling: Sampling, kept_in: Path | None = None) -> Acceptance:
-        """The rule that accepts the contender's drafted tokens, for answers drawn by `sampling`.
-
-        Args:
-            kept_in: folder where LANTERN's table of neighbours is looked for and kept; None: it is computed.
-
-        Raises:
-            UserError: no such codebook.
-        """
-        section = contender.relaxed
-        if section is None:
-            return contender.rule(sampling)
-        key = section.neighbours, section.k
-        if key not in self.neighbours:
-            self.neighbours[key] = neighbours_of(self.target, section, kept_in)
-        return LanternAcceptance(sampling, Relaxation(self.neighbours[key], section.delta, section.factor))
-
-    def drafting(self, contender: Contender) -> Drafting:
-        """The drafter of `proposer`, with its vocabulary cut as the tree says."""
-        assert contender.entry.drafting is not None
-        return contender.entry.drafting(self, contender)
-
-    def drafter_identity(self, contender: Contender, vocab: DraftVocab) -> dict[str, Any]:
-        """All of `drafter_identity`: of a causal LM, which may serve several targets, also both models'."""
-        identity, small = drafter_identity(contender, vocab), contender.draft_model
-        if small is None:
-            return identity
-        return identity | {"draft_model": self._identity_of(self.draft_model(small), small), "target": self.identity}
-
-    def drafter(self, directory: Path, small: TargetSection | None = None) -> FeatureDrafter:
-        """A drafter of the target; of `small`, a hierarchy's small model, where that is given."""
-        model, section = (self.target, self.section) if small is None else (self.draft_model(small), small)
-        key = directory, small and small.model_dump_json()
-        if key not in self.drafters:
-            shape, _ = read_drafter_config(directory)
-            identity = self._identity_of(model, section)
-            self.drafters[key] = load_drafter(directory, model, identity, shape.capture_layers)
-            if (dtype := drafting_dtype(model)) is not None:
-                self.drafters[key].round_weights(dtype)
-            block_layers(self.drafters[key])
-        return self.drafters[key]
-
-    def draft_model(self, section: TargetSection) -> Target:
-        key = section.model_dump_json()
-        if key not in self.draft_models:
-            self.draft_models[key] = load_draft_model(section)
-            block_linears(self.draft_models[key].layers)
-            check_vocabulary(self.draft_models[key], self.target)
-        return self.draft_models[key]
-
-    def cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None:
-        """The contender's cut of `vocab`; None: no cut."""
-        return cut_of(contender, vocab, self.fingerprint, self.stop_ids)
+def loaded_identity(models: LoadedModels, contender: Contender, vocab: DraftVocab) -> dict[str, Any]:
+    """All of `drafter_identity`: of a causal LM, which may serve several targets, also both models'."""
+    identity, small = drafter_identity(contender, vocab), contender.draft_model
+    if small is None:
+        return identity
+    return identity | {"draft_model": models.draft_model_identity(small), "target": models.identity}

@@ -13,10 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from draftsmith.eval.decoding.target_facts import TargetFacts
-from draftsmith.models.chat import load_config
 from draftsmith.models.image_tokens import ImageTokens, code_tokens, writes_images
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
@@ -25,13 +24,13 @@ from draftsmith.recipes.schema import AcceptanceSection
 DISTANCES_AT_ONCE = 2**26  # 256 MB
 
 
-def check_neighbours(section: AcceptanceSection, target: TargetFacts) -> None:
+def check_neighbours(section: AcceptanceSection, target: TargetFiles) -> None:
     """Checks LANTERN's source of neighbours before weights are loaded.
 
     Raises:
         UserError: the target has no codebook, or the file is none of its vocabulary.
     """
-    config = load_config(target.section)
+    config = target.config
     if section.neighbours == "embedding":
         return
     if section.neighbours == "codebook":
@@ -43,12 +42,12 @@ def check_neighbours(section: AcceptanceSection, target: TargetFacts) -> None:
             )
         code_tokens(config)
         return
-    read_codebook(Path(section.neighbours), target.config.vocab_size)
+    read_codebook(Path(section.neighbours), target.text_config.vocab_size)
 
 
-def warning(section: AcceptanceSection, target: TargetFacts) -> str | None:
+def warning(section: AcceptanceSection, target: TargetFiles) -> str | None:
     """A sentence about a target that seems to write text. A file's tokens are taken for codes."""
-    if section.neighbours != "embedding" or writes_images(load_config(target.section)):
+    if section.neighbours != "embedding" or writes_images(target.config):
         return None
     return (
         f"{section.rule} with {target.section.model}, which writes text: tokens give way to those with near "

@@ -4,31 +4,28 @@ The schema has their names (`recipes.schema.ProposerName`) and the keys that go 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from transformers import AutoTokenizer
 
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.decoding.sam import SamProposer, SamRouter
-from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.models.causal_lm import CausalLMDrafting, of_draft_model
-from draftsmith.models.chat import load_config, load_tokenizer
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
 from draftsmith.models.draft_tree import Drafting, Proposer
-from draftsmith.models.families import usable_positions
-from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sam import StaticAutomaton
 from draftsmith.models.sampling import Sampling
-from draftsmith.models.target import Target, check_precision, checked_capture_layers, device_name
-from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.errors import UserError, first_line
+from draftsmith.models.target import checked_capture_layers, device_name
+from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.vocab import DraftVocab, cut_by_file
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import (
     AcceptanceSection,
     QuantizationSection,
@@ -39,6 +36,7 @@ from draftsmith.recipes.schema import (
     TreeSection,
 )
 
+PLAIN = "plain decoding"  # its row
 MIN_DRAFT_LENGTH = 6  # SpecMQuant's
 
 
@@ -62,8 +60,15 @@ class Contender:
     quantization: QuantizationSection | None = None  # the target's for this row; None: as the recipe says
 
     def lossless(self, sampling: Sampling) -> bool:
-        """What its acceptance rule (`Lineup.acceptance`) promises of answers drawn by `sampling`."""
+        """What its acceptance rule (`contenders.rule_of`) promises of answers drawn by `sampling`."""
         return self.relaxed is None and self.rule(sampling).lossless
+
+    def cut(self, vocab: DraftVocab, target: TargetFiles) -> DraftVocab | None:
+        """The part of `vocab` that the tree drafts from; None: all of it."""
+        if self.tree.vocab_size is None:
+            return None
+        assert self.token_counts is not None
+        return cut_by_file(self.token_counts, target.fingerprint, vocab, self.tree.vocab_size, target.stop_ids)
 
     @property
     def entry(self) -> "ProposerEntry":
@@ -80,20 +85,6 @@ class Contender:
         return self.entry.model(self)
 
 
-class LoadedModels(Protocol):
-    """What a proposer is made of (`contenders.Lineup`)."""
-
-    target: Target
-    fingerprint: str  # of the target's tokenizer
-    stop_ids: frozenset[int]
-
-    def drafter(self, directory: Path, small: TargetSection | None = None) -> FeatureDrafter: ...
-
-    def draft_model(self, section: TargetSection) -> Target: ...
-
-    def cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None: ...
-
-
 @dataclass(frozen=True)
 class ProposerEntry:
     """One kind of proposer. It has either `drafting` or `make`."""
@@ -103,14 +94,14 @@ class ProposerEntry:
     make: Callable[[LoadedModels, Contender], Proposer] | None = None  # it has no distributions and drafts by itself
     key: str = "eval.tree"  # of the recipe, to which problems of `check` belong
     # Raises UserError, before weights are loaded, if the contender cannot draft for the target.
-    check: Callable[[TargetFacts, Contender], None] = lambda target, contender: None
+    check: Callable[[TargetFiles, Contender], None] = lambda target, contender: None
     model: Callable[[Contender], str | None] = lambda contender: None  # its directory or name, if it has a model
 
 
 # Checks.
 
 
-def check_drafter(target: TargetFacts, directory: Path) -> None:
+def check_drafter(target: TargetFiles, directory: Path) -> None:
     """Checks a drafter against this target.
 
     Raises:
@@ -119,45 +110,40 @@ def check_drafter(target: TargetFacts, directory: Path) -> None:
     shape, trained_for = read_drafter_config(directory)
     check_identity(directory, trained_for, target.identity)
     try:
-        checked_capture_layers(shape.capture_layers, target.config.num_hidden_layers, final=True)
+        checked_capture_layers(shape.capture_layers, target.text_config.num_hidden_layers, final=True)
     except UserError as error:
         raise UserError(f"{directory}: the drafter cannot read this target: {error}") from None
     read_drafter_vocab(directory, shape)
 
 
-def check_draft_model(target: TargetFacts, draft_model: TargetSection) -> None:
+def check_draft_model(target: TargetFiles, draft_model: TargetSection) -> None:
     """Checks that the draft model shares the target's token ids. It needs no chat template.
 
     Raises:
         UserError: no such model, or its tokenizer, vocabulary size or number of positions does not fit.
     """
     try:
-        check_precision(draft_model)
+        files = TargetFiles(draft_model)
+        files.check_precision()
         if draft_model.guidance is not None:
-            load_tokenizer(draft_model)  # checks it
-        small = load_config(draft_model).get_text_config(decoder=True)
+            _ = files.tokenizer  # checks it
+        small = files.text_config
         its_device, mine_device = (
             torch.empty(0, device=device_name(section.device)).device for section in (draft_model, target.section)
         )
-        its = AutoTokenizer.from_pretrained(
-            draft_model.model, revision=draft_model.revision, trust_remote_code=draft_model.trust_remote_code
-        ).get_vocab()
+        its = files.stored_tokenizer().get_vocab()
     except UserError as error:
         raise UserError(of_draft_model(error)) from None
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise UserError(
-            f"draft_model.model: cannot load a tokenizer from {draft_model.model!r}: {first_line(error)}"
-        ) from error
-    large, name = target.config, target.section.model
+    large, name = target.text_config, target.section.model
     problems = []
     if small.vocab_size != large.vocab_size:
         problems.append(
             f"draft_model: {draft_model.model} has a vocabulary of {small.vocab_size} tokens, the target "
             f"{name} one of {large.vocab_size}"
         )
-    if usable_positions(small) < target.positions:
+    if files.positions < target.positions:
         problems.append(
-            f"draft_model: {draft_model.model} has {usable_positions(small):,} positions, the target "
+            f"draft_model: {draft_model.model} has {files.positions:,} positions, the target "
             f"{name} {target.positions:,}; behind its last one it cannot draft"
         )
     if its_device != mine_device:
@@ -173,7 +159,7 @@ def check_draft_model(target: TargetFacts, draft_model: TargetSection) -> None:
         raise UserError(problems)
 
 
-def check_sam(target: TargetFacts, section: SamSources) -> None:
+def check_sam(target: TargetFiles, section: SamSources) -> None:
     """Raises UserError without a sorted corpus of the target's tokenizer where the section names one."""
     _static(section, target.fingerprint)
 
@@ -214,13 +200,13 @@ def _looks_in(section: SamSources) -> str:
 # The table.
 
 
-def _feature_drafting(lineup: LoadedModels, contender: Contender, small: TargetSection | None = None) -> Drafting:
+def _feature_drafting(models: LoadedModels, contender: Contender, small: TargetSection | None = None) -> Drafting:
     assert contender.drafter is not None
-    drafter = lineup.drafter(contender.drafter, small)
-    return FeatureDrafting(drafter, lineup.cut(contender, drafter.vocab))
+    drafter = models.drafter(contender.drafter, small)
+    return FeatureDrafting(drafter, contender.cut(drafter.vocab, models.files))
 
 
-def _check_own_drafter(target: TargetFacts, contender: Contender) -> None:
+def _check_own_drafter(target: TargetFiles, contender: Contender) -> None:
     assert contender.drafter is not None
     check_drafter(target, contender.drafter)
 
@@ -236,51 +222,49 @@ def model_name(section: TargetSection) -> str:
     return name if precision is None else f"{name} in {precision}"
 
 
-def _check_hierarchy(target: TargetFacts, contender: Contender) -> None:
+def _check_hierarchy(target: TargetFiles, contender: Contender) -> None:
     assert contender.drafter is not None
     small = _small_model(contender)
     check_draft_model(target, small)
-    check_drafter(
-        replace(target, section=small, config=load_config(small).get_text_config(decoder=True)), contender.drafter
-    )
+    check_drafter(TargetFiles(small, large=target), contender.drafter)
 
 
-def _hierarchy(lineup: LoadedModels, contender: Contender) -> Proposer:
+def _hierarchy(models: LoadedModels, contender: Contender) -> Proposer:
     small = _small_model(contender)
-    inner = PolicyProposer(_feature_drafting(lineup, contender, small), policy_of(contender.tree))
-    return HierarchicalProposer(lineup.draft_model(small), inner, contender.min_draft_length)
+    inner = PolicyProposer(_feature_drafting(models, contender, small), policy_of(contender.tree))
+    return HierarchicalProposer(models.draft_model(small), inner, contender.min_draft_length)
 
 
-def _causal_lm_drafting(lineup: LoadedModels, contender: Contender) -> Drafting:
-    small = lineup.draft_model(_small_model(contender))
-    return CausalLMDrafting(small, lineup.cut(contender, DraftVocab.full(small.vocab_size)))
+def _causal_lm_drafting(models: LoadedModels, contender: Contender) -> Drafting:
+    small = models.draft_model(_small_model(contender))
+    return CausalLMDrafting(small, contender.cut(DraftVocab.full(small.vocab_size), models.files))
 
 
 def _static(section: SamSources, fingerprint: str) -> StaticAutomaton | None:
     return None if section.static is None else StaticAutomaton.load(Path(section.static), fingerprint)
 
 
-def _sam(lineup: LoadedModels, contender: Contender) -> Proposer:
+def _sam(models: LoadedModels, contender: Contender) -> Proposer:
     section, tree = contender.sam, contender.tree
     width, depth = (1, tree.most - 1) if tree.policy == "chain" else (tree.width, tree.calls)
     return SamProposer(
-        lineup.target.device,
+        models.target.device,
         tree.most,
         section.alpha,
-        _static(section, lineup.fingerprint),
+        _static(section, models.files.fingerprint),
         section.dynamic,
         section.l_bias,
         width,
         depth,
-        lineup.stop_ids,
+        frozenset(models.files.stop_ids),
     )
 
 
-def routed(lineup: LoadedModels, router: RouterSection, other: Proposer) -> Proposer:
+def routed(models: LoadedModels, router: RouterSection, other: Proposer) -> Proposer:
     """SAM beside another proposer. Raises UserError without its sorted corpus, or for one of another tokenizer."""
-    static = _static(router, lineup.fingerprint)
-    settings = static, router.dynamic, router.l_bias, 1, router.nodes - 1, lineup.stop_ids
-    sam = SamProposer(lineup.target.device, router.nodes, None, *settings)
+    static = _static(router, models.files.fingerprint)
+    settings = static, router.dynamic, router.l_bias, 1, router.nodes - 1, frozenset(models.files.stop_ids)
+    sam = SamProposer(models.target.device, router.nodes, None, *settings)
     return SamRouter(sam, other, router.l_threshold, router.fuse)
 
 
@@ -294,7 +278,7 @@ PROPOSERS = {
     ),
     "prompt_lookup": ProposerEntry(
         name=lambda contender: f"prompt lookup of {contender.tree.most - 1}",
-        make=lambda lineup, contender: PromptLookup(contender.tree.most - 1, lineup.target.device),
+        make=lambda models, contender: PromptLookup(contender.tree.most - 1, models.target.device),
     ),
     "causal_lm": ProposerEntry(
         name=lambda contender: f"{model_name(_small_model(contender))}, {tree_name(contender.tree)}",

@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_size
+from draftsmith.eval.decoding.contenders import Contender, check_size, loaded_proposer, rule_of
 from draftsmith.eval.decoding.decode import Generation, TargetVerifier, decode
 from draftsmith.eval.decoding.proposers import check_drafter
-from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.metrics import tau
 from draftsmith.models.chat import Message, RenderError, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.families import positions_text, usable_positions
+from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import counts_of
 from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.prompts.records import ROLES
@@ -77,10 +78,10 @@ class Answer:
 class Speculator:
     """A loaded target and its drafter."""
 
-    def __init__(self, lineup: Lineup, directory: Path, token_counts: Path | None):
-        self.lineup, self.directory = lineup, directory
-        self.target, self.tokenizer, self.stop_ids = lineup.target, lineup.tokenizer, lineup.stop_ids
-        self.drafter = lineup.drafter(directory)
+    def __init__(self, models: LoadedModels, directory: Path, token_counts: Path | None):
+        self.models, self.directory = models, directory
+        self.target, self.tokenizer, self.stop_ids = models.target, models.files.tokenizer, models.files.stop_ids
+        self.drafter = models.drafter(directory)
         # `proposer` sets its tree.
         self.contender = Contender("", "drafter", TreeSection(), "tree", drafter=directory, token_counts=token_counts)
 
@@ -103,12 +104,12 @@ class Speculator:
         _check_kind("target", section, TargetSection, "a name, or TargetSection(model=...)")
         _check_kind("drafter", drafter, (str, Path), "a directory that training wrote")
         _check_kind("token_counts", token_counts, (str, Path, type(None)), "a file of `draftsmith rank-vocab`")
-        facts, counts = TargetFacts.read(section), None if token_counts is None else Path(token_counts)
-        check_drafter(facts, Path(drafter))
+        files, counts = TargetFiles.read(section), None if token_counts is None else Path(token_counts)
+        check_drafter(files, Path(drafter))
         if counts is not None:
             with _keys_as_arguments():
-                counts_of(counts, facts.fingerprint)
-        return cls(Lineup(section), Path(drafter), counts)
+                counts_of(counts, files.fingerprint)
+        return cls(LoadedModels(files), Path(drafter), counts)
 
     @property
     def token_identical(self) -> bool:
@@ -136,7 +137,7 @@ class Speculator:
             )
         with _keys_as_arguments():
             check_size(tree, usable_positions(self.target.config))
-            return self.lineup.proposer(replace(self.contender, tree=tree), sampling)
+            return loaded_proposer(self.models, replace(self.contender, tree=tree), sampling)
 
     def answer(
         self,
@@ -172,7 +173,7 @@ class Speculator:
                 f"{positions_text(self.target.config)}"
             )
         draws = SeededDraws(seed, prompt.digest if prompt.inserts else tuple(prompt))
-        verifier = TargetVerifier(self.target, proposer, self.lineup.acceptance(self.contender, sampling))
+        verifier = TargetVerifier(self.target, proposer, rule_of(self.models, self.contender, sampling))
         with torch.inference_mode():
             [generation] = decode(verifier, proposer, [prompt], self.stop_ids, int(max_new_tokens), [draws])
         return Answer(decode_answer(self.tokenizer, generation.token_ids), generation)

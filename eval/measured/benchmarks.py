@@ -11,29 +11,32 @@ import json
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
+from draftsmith.eval.decoding.contenders import Contender, loaded_proposer, rule_of
 from draftsmith.eval.decoding.decode import Generation, TargetVerifier, decode
+from draftsmith.eval.decoding.proposers import PLAIN
 from draftsmith.eval.measured.generation_log import record_of, token_texts
 from draftsmith.models.chat import (
     RenderError,
     answer_message,
     as_text,
     decode_answer,
-    load_config,
     render_prompt,
 )
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.families import usable_positions
 from draftsmith.models.image_tokens import ImageTokens
+from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vision import is_vision_language
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -44,10 +47,6 @@ from draftsmith.recipes.prompts.reader import Conversation, Rejects, questions, 
 from draftsmith.recipes.prompts.sources import StorePicture, short_names
 from draftsmith.recipes.schema import Recipe, as_list
 
-if TYPE_CHECKING:
-    from draftsmith.eval.decoding.contenders import Contender, Lineup
-
-PLAIN = "plain decoding"
 PICTURE_MARK = " [picture] "  # in the report's questions
 
 
@@ -75,13 +74,15 @@ class Question:
         return len(pictures_of([message for turn in self.turns for message in turn]))
 
 
-def recipe_questions(recipe: Recipe, rejects: Rejects, store: StorePicture = data_url) -> list[Question]:
+def recipe_questions(
+    recipe: Recipe, files: TargetFiles, rejects: Rejects, store: StorePicture = data_url
+) -> list[Question]:
     """`load_questions` of eval.prompts.
 
     Args:
         store: stores the bytes of a picture that has no file, and returns their place.
     """
-    section, sees = recipe.eval, is_vision_language(load_config(recipe.target))
+    section, sees = recipe.eval, is_vision_language(files.config)
     return load_questions(
         section.prompts or [], rejects, section.max_prompts, section.turns == "first", store if sees else None
     )
@@ -278,29 +279,29 @@ def answer_line(
 
 
 def decode_all(
-    lineup: "Lineup",
+    models: LoadedModels,
     recipe: Recipe,
-    contenders: Sequence["Contender"],
+    contenders: Sequence[Contender],
     asked: list[Question],
     file: IO[str],
     rejects: Rejects,
 ) -> dict[str, list[Generation]]:
     """All answers, plain decoding's included, as `Bench.run` returns them. The first contender is the main one."""
     sampling = Sampling.of(recipe.eval)
-    images = ImageTokens.of(lineup.target.model)
+    images = ImageTokens.of(models.target.model)
     folder = recipe.eval_out / "generations.images"
     bench = Bench(
-        lineup.target,
-        lineup.tokenizer,
-        lineup.stop_ids,
+        models.target,
+        models.files.tokenizer,
+        models.files.stop_ids,
         recipe.eval.max_new_tokens,
-        usable_positions(lineup.target.config),
+        usable_positions(models.target.config),
         sampling,
         recipe.eval.seed,
         recipe.eval.batch_size,
-        {each.name: lineup.acceptance(each, sampling, recipe.eval_out) for each in contenders},
+        {each.name: rule_of(models, each, sampling, recipe.eval_out) for each in contenders},
         {
-            name: lineup.in_precision(contender.quantization).target
+            name: models.in_precision(contender.quantization).target
             for contender in contenders
             if contender.quantization is not None
             for name in (contender.name, plain_of(contender))
@@ -308,7 +309,7 @@ def decode_all(
         **({} if images is None else {"drawn": partial(images.stored, folder=folder)}),
     )
     proposers: dict[str, Proposer | None] = {name: None for name in map(plain_of, contenders) if name != PLAIN}
-    proposers |= {c.name: lineup.proposer(c, sampling) for c in contenders}
+    proposers |= {c.name: loaded_proposer(models, c, sampling) for c in contenders}
     return bench.run(asked, proposers, contenders[0].name, file, rejects)
 
 

@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe
+from draftsmith.eval.decoding.contenders import Contender, check_contenders, describe
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.neighbours import warning
 from draftsmith.eval.decoding.proposers import rule_name, tree_name
-from draftsmith.eval.decoding.target_facts import TargetFacts, longest_row, no_room, positions_of
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, answer_line, decode_all, plain_of, recipe_questions
 from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.measured.metrics import summarise_all
@@ -31,12 +30,15 @@ from draftsmith.eval.planner.command import choose_tree, recipe_keys
 from draftsmith.eval.planner.search import candidates_of, prepared
 from draftsmith.eval.recorded.replay import Agreement
 from draftsmith.eval.recorded.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
-from draftsmith.models.chat import decode_answer, load_config, load_tokenizer
+from draftsmith.models.chat import decode_answer
 from draftsmith.models.checkpoint import precision_note, weight_bytes
+from draftsmith.models.context_limits import longest_row, no_room
 from draftsmith.models.costs import duration, plan_decoding
 from draftsmith.models.formats.named_drafters import yet_to_import
+from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.turn_ends import answer_notes
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
@@ -63,7 +65,8 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
     if recipe.eval.prompts is None:
         raise UserError("eval.prompts: not given; name a prompt file, or mt_bench")
     check_contenders(recipe, contenders, plan)
-    full = no_room(recipe)
+    files = TargetFiles(recipe.target)
+    full = no_room(recipe, files)
     if full and not plan:
         raise UserError(full)
     if not plan:
@@ -73,28 +76,28 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
         rejects = Rejects(None if plan else recipe.eval_out / "prompts.rejects.jsonl")
         # Pictures that have no file are stored beside the answers.
         folder = generations_path(recipe).with_suffix(".pictures")
-        asked = recipe_questions(recipe, rejects, data_url if plan else partial(store_picture, folder=folder))
-        for note in answer_notes(recipe.target, load_tokenizer(recipe.target)):
+        asked = recipe_questions(recipe, files, rejects, data_url if plan else partial(store_picture, folder=folder))
+        for note in answer_notes(files):
             print(note)
         if plan:
             with PlanLines() as lines:
                 lines.problems += [full] if full else []
-                print_evaluation_plan(lines, recipe, asked, contenders)
+                print_evaluation_plan(lines, recipe, files, asked, contenders)
                 try:
                     check_automatic(recipe, contenders, plan)
                 except UserError as error:
                     print(f"CANNOT WORK yet: policy auto: {'; '.join(error.problems)}")
             return
-        lineup = Lineup(recipe.target)
-        asked_for, contenders = contenders, with_chosen_trees(lineup, recipe, contenders)
+        models = LoadedModels(files)
+        asked_for, contenders = contenders, with_chosen_trees(models, recipe, contenders)
         pairs = zip(asked_for, contenders, strict=True)
         chosen = {before.name: recipe_keys(after.tree) for before, after in pairs if before.tree.policy == "auto"}
         with keeping_answers(partial_log(recipe)) as file:
-            results = decode_all(lineup, recipe, contenders, asked, file, rejects)
+            results = decode_all(models, recipe, contenders, asked, file, rejects)
             file.close()
-            notes = [*relaxed_notes(recipe, contenders), *precision_notes(lineup, contenders)]
+            notes = [*relaxed_notes(files, contenders), *precision_notes(models, contenders)]
             notes += [rejects.summary()] if rejects.total else []
-            publish_results(recipe, lineup, contenders, results, {"chosen_trees": chosen}, notes)
+            publish_results(recipe, models, contenders, results, {"chosen_trees": chosen}, notes)
 
 
 def evaluate_by_replay(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
@@ -110,9 +113,9 @@ def evaluate_by_replay(recipe: Recipe, contenders: list[Contender], plan: bool) 
     if plan:
         print_replay_plan(recipe, recording, contenders)
         return
-    lineup = Lineup(recipe.target)
-    agreement = Agreement.of(lineup.target)
-    results = replay_contenders(lineup, contenders, recording, recipe.eval.replay_batch_size, agreement)
+    models = LoadedModels(TargetFiles(recipe.target))
+    agreement = Agreement.of(models.target)
+    results = replay_contenders(models, contenders, recording, recipe.eval.replay_batch_size, agreement)
     print(f"answers of {recording.path}: {agreement}")
     make_out(recipe)
     with alone_in(recipe.eval_out), keeping_answers(partial_log(recipe)) as file:
@@ -120,15 +123,15 @@ def evaluate_by_replay(recipe: Recipe, contenders: list[Contender], plan: bool) 
             for generation in generations:
                 # Recorded answers may lack the question, so the report shows the prompt.
                 shown = name == contenders[0].name
-                question = decode_answer(lineup.tokenizer, generation.prompt_token_ids) if shown else None
-                file.write(answer_line(lineup.tokenizer, generation, name, question))
+                question = decode_answer(models.files.tokenizer, generation.prompt_token_ids) if shown else None
+                file.write(answer_line(models.files.tokenizer, generation, name, question))
         file.close()
-        publish_results(recipe, lineup, contenders, results, {"recorded_answers": recording.described(str(agreement))})
+        publish_results(recipe, models, contenders, results, {"recorded_answers": recording.described(str(agreement))})
 
 
 def publish_results(
     recipe: Recipe,
-    lineup: Lineup,
+    models: LoadedModels,
     contenders: Sequence[Contender],
     results: dict[str, list[Generation]],
     about: dict[str, Any] | None = None,
@@ -149,7 +152,7 @@ def publish_results(
     sampling = Sampling.of(recipe.eval)
     described = {plain_of(each): UNDRAFTED | {"quantization": precision_name(each.quantization)} for each in contenders}
     described |= {PLAIN: UNDRAFTED} | {contender.name: describe(contender, sampling) for contender in contenders}
-    made = how_made(recipe, lineup, contenders) | (about or {})  # reads whole drafters: before a file takes its place
+    made = how_made(recipe, models, contenders) | (about or {})  # reads whole drafters: before a file takes its place
     _replace_answers(recipe)
     path = write_acceptance(recipe, numbers, described, main, PLAIN, made)
     for note in notes:
@@ -158,20 +161,17 @@ def publish_results(
     print_written([path, log, write_report(recipe)])
 
 
-def precision_notes(lineup: Lineup, contenders: Sequence[Contender]) -> list[str]:
+def precision_notes(models: LoadedModels, contenders: Sequence[Contender]) -> list[str]:
     """Sentences about drafters that draft for the target in another precision than they were trained on."""
     pairs = dict.fromkeys((c.drafter, c.quantization) for c in contenders if c.proposer == "drafter")
-    notes = (precision_note(d, lineup.in_precision(precision).identity) for d, precision in pairs if d is not None)
+    notes = (precision_note(d, models.in_precision(precision).identity) for d, precision in pairs if d is not None)
     return [f"note: {note}" for note in notes if note is not None]
 
 
-def relaxed_notes(recipe: Recipe, contenders: Sequence[Contender]) -> list[str]:
+def relaxed_notes(files: TargetFiles, contenders: Sequence[Contender]) -> list[str]:
     """Sentences about relaxed acceptance where it makes little sense."""
     rules = {contender.relaxed: None for contender in contenders if contender.relaxed is not None}
-    if not rules:  # reading a tokenizer takes time
-        return []
-    target = TargetFacts.read(recipe.target)
-    return [f"note: {note}" for note in (warning(rule, target) for rule in rules) if note]
+    return [f"note: {note}" for note in (warning(rule, files) for rule in rules) if note]
 
 
 def partial_log(recipe: Recipe) -> Path:
@@ -224,7 +224,7 @@ def check_automatic(recipe: Recipe, contenders: Sequence[Contender], plan: bool 
             prepared(recipe, contender, candidates_of(recipe, contender.tree), plan)
 
 
-def with_chosen_trees(lineup: Lineup, recipe: Recipe, contenders: Sequence[Contender]) -> list[Contender]:
+def with_chosen_trees(models: LoadedModels, recipe: Recipe, contenders: Sequence[Contender]) -> list[Contender]:
     """The contenders with `auto` replaced by the fastest tree on this machine, in tree and name."""
     planned: list[tuple[Contender, TreeSection]] = []
     result = []
@@ -235,7 +235,7 @@ def with_chosen_trees(lineup: Lineup, recipe: Recipe, contenders: Sequence[Conte
         alike = replace(contender, name="", place="", router=None)  # the planner plans the rounds beside a router
         tree = next((tree for other, tree in planned if other == alike), None)
         if tree is None:
-            tree = choose_tree(lineup, recipe, contender)
+            tree = choose_tree(models, recipe, contender)
             planned.append((alike, tree))
         result.append(_with_tree(recipe, contender, tree))
     return result
@@ -276,18 +276,18 @@ def with_trees_chosen_before(recipe: Recipe, contenders: Sequence[Contender]) ->
     return result
 
 
-def how_made(recipe: Recipe, lineup: Lineup, contenders: Sequence[Contender]) -> dict[str, Any]:
+def how_made(recipe: Recipe, models: LoadedModels, contenders: Sequence[Contender]) -> dict[str, Any]:
     """Provenance of the numbers, for acceptance.json and the report."""
-    return lineup.made(
+    return models.made(
         {
             "drafter" if directory == recipe.eval_drafter_dir else str(directory): directory / "model.safetensors"
             for directory in dict.fromkeys(c.drafter for c in contenders if c.drafter is not None)
         }
-    ) | {"target_identity": lineup.identity}
+    ) | {"target_identity": models.identity}
 
 
 def print_evaluation_plan(
-    plan: PlanLines, recipe: Recipe, asked: list[Question], contenders: Sequence[Contender]
+    plan: PlanLines, recipe: Recipe, files: TargetFiles, asked: list[Question], contenders: Sequence[Contender]
 ) -> None:
     prompts = Counter(question.benchmark for question in asked)
     turns = Counter(turn for question in asked for turn in [question.benchmark] * len(question.turns))
@@ -299,7 +299,7 @@ def print_evaluation_plan(
     plan.line("decoded by", "; ".join(plain))
     for contender in contenders:
         plan.line("", f"{contender.name}: {limits_text(contender)}")
-    for note in relaxed_notes(recipe, contenders):
+    for note in relaxed_notes(files, contenders):
         print(note)
     names, most = [*plain, *(contender.name for contender in contenders)], recipe.eval.max_new_tokens
     answers = turns.total() * len(names)
@@ -313,9 +313,9 @@ def print_evaluation_plan(
         uncounted += [] if directory.exists() else [str(directory)]
         weights += weight_bytes(directory)
     uncounted += [name.removeprefix(f"{PLAIN}, ") for name in plain[1:]]
-    tokens = min(longest_row(recipe) + most, positions_of(recipe.target))
+    tokens = min(longest_row(recipe, files) + most, files.positions)
     sizes = recipe.eval.batch_size, tokens, weights
-    plan_decoding(plan, load_config(recipe.target), recipe.target, *sizes, ["activations", *dict.fromkeys(uncounted)])
+    plan_decoding(plan, files, *sizes, ["activations", *dict.fromkeys(uncounted)])
     plan.writes(*(recipe.eval_out / name for name in ("acceptance.json", "generations.jsonl", "report.html")))
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, main_contender
+from draftsmith.eval.decoding.contenders import Contender, main_contender
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, recipe_questions
 from draftsmith.eval.page.summary import interval_text
 from draftsmith.eval.planner.search import (
@@ -26,6 +26,8 @@ from draftsmith.eval.planner.search import (
 )
 from draftsmith.eval.recorded.answers import RecordedAnswer, Recording, answer_tokens
 from draftsmith.models.formats.named_drafters import with_measured_drafters
+from draftsmith.models.loaded_models import LoadedModels
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
@@ -50,27 +52,27 @@ def main(command: Command) -> None:
     if planned.relaxed is not None:
         raise UserError("eval.acceptance: the planner predicts what exact acceptance takes; leave it out")
     contenders, recording, answers = prepared(recipe, planned, candidates_of(recipe), command.plan)
-    asked: list[Question] = []
+    files, asked = TargetFiles(recipe.target), list[Question]()
     rejects = Rejects()
     if command.measure:
         if recipe.eval.prompts is None:
             raise UserError("--measure decodes eval.prompts, which is not given; name a prompt file, or mt_bench")
-        asked = recipe_questions(recipe, rejects)
+        asked = recipe_questions(recipe, files, rejects)
     out = recipe.eval_out / "plan.json"
     if command.plan:
         print_planner_plan(recipe, contenders, recording, answers, command.measure, len(asked), out)
         return
     with alone_in(recipe.eval_out):
-        lineup = Lineup(recipe.target)
-        plan = make_plan(lineup, recipe, contenders, recording, answers)
+        models = LoadedModels(files)
+        plan = make_plan(models, recipe, contenders, recording, answers)
         if command.measure:
-            measure(lineup, recipe, plan, command.measure, asked, rejects)
+            measure(models, recipe, plan, command.measure, asked, rejects)
         print_result(plan, recipe, planned)
-        write_plan(recipe, plan, lineup, out)
+        write_plan(recipe, plan, models, out)
     print(f"written: {out}")
 
 
-def choose_tree(lineup: Lineup, recipe: Recipe, contender: Contender) -> TreeSection:
+def choose_tree(models: LoadedModels, recipe: Recipe, contender: Contender) -> TreeSection:
     """The tree predicted to be fastest here, for a contender with `policy: auto`. Prints why.
 
     Returns the best tree even if none is predicted to beat plain decoding.
@@ -78,7 +80,7 @@ def choose_tree(lineup: Lineup, recipe: Recipe, contender: Contender) -> TreeSec
     Raises:
         UserError: no recorded answers, another target's, or impossible candidates.
     """
-    plan = make_plan(lineup, recipe, *prepared(recipe, contender, candidates_of(recipe, contender.tree)))
+    plan = make_plan(models, recipe, *prepared(recipe, contender, candidates_of(recipe, contender.tree)))
     print_result(plan, recipe, contender)
     return plan.rows[0].tree
 
@@ -170,7 +172,7 @@ def recipe_keys(tree: TreeSection) -> dict[str, Any]:
 # What is written.
 
 
-def write_plan(recipe: Recipe, plan: Plan, lineup: Lineup, path: Path) -> None:
+def write_plan(recipe: Recipe, plan: Plan, models: LoadedModels, path: Path) -> None:
     """Writes plan.json atomically."""
     rows = [
         {"name": row.name, "tree": recipe_keys(row.tree)}
@@ -183,7 +185,7 @@ def write_plan(recipe: Recipe, plan: Plan, lineup: Lineup, path: Path) -> None:
         "chosen": None if plan.best is None else {"name": plan.best.name, "tree": recipe_keys(plan.best.tree)},
         "target": recipe.target.model,
         "drafter": str(plan.rows[0].contender.drafter),
-        **lineup.made(),
+        **models.made(),
         "answers": {
             "file": str(plan.recording.path),
             "answers": len(plan.answers),

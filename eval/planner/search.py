@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, named
+from draftsmith.eval.decoding.contenders import Contender, check_contenders, loaded_proposer, named
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, decode_all
 from draftsmith.eval.measured.metrics import summarise, summarise_all
 from draftsmith.eval.planner.cost_model import Costs, predicted
@@ -35,9 +34,11 @@ from draftsmith.eval.recorded.answers import (
 )
 from draftsmith.eval.recorded.replay import Agreement, plain_rounds, replay_all
 from draftsmith.models.checkpoint import read_drafter_config
+from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -177,7 +178,7 @@ def planner_answers(recipe: Recipe, trees: Sequence[TreeSection]) -> tuple[Recor
     path = answers_or_conversations(section.answers, recipe, "eval.planner.answers")
     with errors_naming("eval.planner.answers"):
         recording = read_answers(path, only=None if section.answers else kept_for_validation(path, most, of=1))
-        target = TargetFacts.read(recipe.target)
+        target = TargetFiles.read(recipe.target)
         check_answers_before_loading(recording, target)
         room = room_for(target.positions, trees)
         if section.context is not None and section.context > room:
@@ -212,7 +213,7 @@ def mean_context(answers: Sequence[RecordedAnswer]) -> int:
 
 
 def make_plan(
-    lineup: Lineup,
+    models: LoadedModels,
     recipe: Recipe,
     contenders: Sequence[Contender],
     recording: Recording,
@@ -229,29 +230,29 @@ def make_plan(
     Raises:
         UserError: the answers are another target's, or the target has too few positions for such trees.
     """
-    section, sampling, agreement = recipe.eval, Sampling.of(recipe.eval), Agreement.of(lineup.target)
+    section, sampling, agreement = recipe.eval, Sampling.of(recipe.eval), Agreement.of(models.target)
     began = time.monotonic()
     deadline = began + section.planner.seconds
     with errors_naming("eval.planner.answers"):
-        check_recorded_from(recording, lineup.identity)
+        check_recorded_from(recording, models.identity)
     rounds: dict[str, list[Generation]] = {contender.name: [] for contender in contenders}
     seen: list[RecordedAnswer] = []
     kept, costs, rows = list(contenders), None, list[Row]()
     looks = max(1, len(answers) // LOOK)
     for look in range(looks):
         some, start = answers[look::looks], time.monotonic()
-        proposers = {contender.name: lineup.proposer(contender, sampling) for contender in kept}
+        proposers = {contender.name: loaded_proposer(models, contender, sampling) for contender in kept}
         total = answer_tokens(some) * len(kept)
         with errors_naming("eval.planner.answers"), Bar(total=total, desc="replay", unit="token", leave=False) as bar:
             batch = section.replay_batch_size
-            for name, found in replay_all(lineup.target, proposers, some, batch, agreement, bar.update).items():
+            for name, found in replay_all(models.target, proposers, some, batch, agreement, bar.update).items():
                 rounds[name] += found
         seen += some
         seconds_each = (time.monotonic() - start) / len(kept)
         if costs is None:
             # A look alone says too little. Half of the time that is left is for measuring.
             deadline = max(deadline, time.monotonic() + section.planner.seconds / 3)
-            costs = _costs(lineup, recipe, contenders, rounds, answers, (time.monotonic() + deadline) / 2)
+            costs = _costs(models, recipe, contenders, rounds, answers, (time.monotonic() + deadline) / 2)
         rows = ranked(costs, contenders, rounds, seen, section.bootstrap_samples, section.seed)
         best = rows[0].speedup
         kept = [
@@ -266,7 +267,7 @@ def make_plan(
 
 
 def _costs(
-    lineup: Lineup,
+    models: LoadedModels,
     recipe: Recipe,
     contenders: Sequence[Contender],
     rounds: dict[str, list[Generation]],
@@ -280,12 +281,12 @@ def _costs(
     """
     sampling, path = Sampling.of(recipe.eval), recipe.planner_costs_path
     context = recipe.eval.planner.context or mean_context(answers)
-    key = _depend_on(lineup, recipe, contenders[0], context)
+    key = _depend_on(models, recipe, contenders[0], context)
     known = read_known(path, key)
     before = len(known)
     costs = measure_costs(
-        lineup.target,
-        lambda tree: lineup.proposer(_with_tree(recipe, contenders[0], tree), sampling),
+        models.target,
+        lambda tree: loaded_proposer(models, _with_tree(recipe, contenders[0], tree), sampling),
         [_as_grown(contender.tree, rounds[contender.name]) for contender in contenders],
         [Prompt.of(answer.prompt).then(answer.tokens) for answer in answers],
         context,
@@ -299,14 +300,14 @@ def _costs(
     return costs
 
 
-def _depend_on(lineup: Lineup, recipe: Recipe, contender: Contender, context: int) -> str:
+def _depend_on(models: LoadedModels, recipe: Recipe, contender: Contender, context: int) -> str:
     """What costs depend on beside the probe. A drafter's shape does, its weights do not."""
-    about = lineup.made()
+    about = models.made()
     shape = None if contender.drafter is None else read_drafter_config(contender.drafter)[0]
     found = {
         **{key: about[key] for key in ("device", "dtype")},
         **{key: about["made"][key] for key in ("hardware", "versions", "commit")},
-        "target": lineup.identity,
+        "target": models.identity,
         "precision": precision_name(contender.quantization),
         "proposer": contender.proposer,
         "drafter": None if shape is None else {"kind": shape.kind, **shape.to_dict()},
@@ -348,11 +349,13 @@ def ranked(
     return sorted(rows, key=lambda row: (-len(row.rounds), -row.speedup))
 
 
-def measure(lineup: Lineup, recipe: Recipe, plan: Plan, most: int, asked: list[Question], rejects: Rejects) -> None:
+def measure(
+    models: LoadedModels, recipe: Recipe, plan: Plan, most: int, asked: list[Question], rejects: Rejects
+) -> None:
     """Decodes the evaluation's prompts with the plan's best rows and plainly, and fills in their `measured`."""
     rows = plan.rows[:most]
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        results = decode_all(lineup, recipe, [row.contender for row in rows], asked, nowhere, rejects)
+        results = decode_all(models, recipe, [row.contender for row in rows], asked, nowhere, rejects)
     settings = recipe.eval.bootstrap_samples, recipe.eval.seed
     measured = summarise_all(results, PLAIN, *settings, sampled=recipe.eval.temperature > 0)["contenders"]
     for row in rows:

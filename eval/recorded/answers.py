@@ -19,10 +19,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.models.chat import FINGERPRINT_COVERS, reads_pictures, with_pictures
 from draftsmith.models.prompt import Prompt, RenderError
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.json_text import json_object
 from draftsmith.recipes.prompts.picture_parts import pictures_of
@@ -394,7 +394,7 @@ def with_their_pictures(answers: Iterable[RecordedAnswer], tokenizer: PreTrained
     """The answers, with each picture in the prompt that shows it.
 
     Args:
-        tokenizer: the target's, of `load_tokenizer`.
+        tokenizer: the target's, `TargetFiles.tokenizer`.
 
     Raises:
         UserError: a picture is missing or has changed, is not what the placeholders were written for, or the target
@@ -444,17 +444,17 @@ def check_answers(recording: Recording, vocab_size: int, positions: int) -> None
             )
 
 
-def check_answers_before_loading(recording: Recording, target: TargetFacts) -> None:
+def check_answers_before_loading(recording: Recording, target: TargetFiles) -> None:
     """`check_recorded_from` and `check_answers` from the target's config and tokenizer."""
     check_recorded_from(recording, target.identity)
-    check_answers(recording, target.config.vocab_size, target.positions)
+    check_answers(recording, target.text_config.vocab_size, target.positions)
 
 
 def check_recorded_from(recording: Recording, here: dict[str, Any]) -> None:
     """Refuses answers that were recorded from another target.
 
     Args:
-        here: this target's identity, as far as it is known (`models.checkpoint.target_identity`).
+        here: this target's identity, as far as it is known (`TargetFiles.identity`).
 
     Raises:
         UserError: names both sides.

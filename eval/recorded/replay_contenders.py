@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup
+from draftsmith.eval.decoding.contenders import Contender, loaded_proposer
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.page.files import generations_path
 from draftsmith.eval.recorded.answers import (
@@ -31,15 +30,16 @@ from draftsmith.eval.recorded.replay import (
     replay_all,
     replay_bytes,
 )
-from draftsmith.models.chat import load_config
 from draftsmith.models.checkpoint import read_drafter_config
-from draftsmith.models.costs import cache_bytes_per_token, device_here, gigabytes, plan_memory, target_size
+from draftsmith.models.costs import cache_bytes_per_token, device_here, gigabytes, plan_memory
+from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import Recipe, TargetSection
+from draftsmith.recipes.schema import Recipe
 
 
 def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
@@ -53,7 +53,7 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
     only, note = not_trained_on(recipe, path)
     recording = read_answers(path, recipe.eval.max_prompts, sampling, recipe.eval.turns == "first", only)
     recording.note = note
-    target = TargetFacts.read(recipe.target)
+    target = TargetFiles.read(recipe.target)
     check_answers_before_loading(recording, target)
     placed = iter(with_their_pictures(recording, target.tokenizer))
     recording.answers = {name: [next(placed) for _ in answers] for name, answers in recording.answers.items()}
@@ -101,14 +101,14 @@ def as_replayed(recipe: Recipe, recording: Recording) -> Recipe:
 
 
 def replay_contenders(
-    lineup: Lineup, contenders: Sequence[Contender], recording: Recording, batch_size: int, agreement: Agreement
+    models: LoadedModels, contenders: Sequence[Contender], recording: Recording, batch_size: int, agreement: Agreement
 ) -> dict[str, list[Generation]]:
     """The rounds of every contender, plain decoding's first, as `Bench.run` returns them but without times.
 
     Raises:
         UserError: the answers are another target's.
     """
-    check_recorded_from(recording, lineup.identity)
+    check_recorded_from(recording, models.identity)
     along = {contender.name: recording.of(contender.name, PLAIN) for contender in contenders}
     groups: dict[tuple[tuple[Prompt, tuple[int, ...]], ...], list[Contender]] = {}  # by their answers
     for contender in contenders:
@@ -117,9 +117,9 @@ def replay_contenders(
     found: dict[str, list[Generation]] = {}
     with Bar(total=sum(map(answer_tokens, along.values())), desc="replay", unit="token") as progress:
         for members in groups.values():
-            proposers = {contender.name: lineup.proposer(contender) for contender in members}
+            proposers = {contender.name: loaded_proposer(models, contender) for contender in members}
             answers = along[members[0].name]
-            found |= replay_all(lineup.target, proposers, answers, batch_size, agreement, progress.update)
+            found |= replay_all(models.target, proposers, answers, batch_size, agreement, progress.update)
     plain = [plain_rounds(answer) for answer in _baseline(recording, contenders)]
     return {PLAIN: plain} | {contender.name: found[contender.name] for contender in contenders}
 
@@ -128,12 +128,14 @@ def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Con
     """Peak memory of replay beside the models. Untrained drafters are not counted."""
     answers = _baseline(recording, contenders)
     shapes = [read_drafter_config(c.drafter)[0] for c in contenders if c.drafter is not None and c.drafter.exists()]
-    text, size = _sizes(recipe.target)
+    target = TargetFiles(recipe.target)
+    text, size = target.text_config, target.size
     layers = {layer for shape in shapes for layer in shape.capture_layers}
     states = len(layers) * text.hidden_size * size.dtype.itemsize
     # Bytes of a drafted column's keys and values. One drafter works at a time, so the widest counts.
     drafters = [2 * 4 * s.num_key_value_heads * s.head_dim * s.cached_layers for s in shapes]
-    drafters += [cache_bytes_per_token(*_sizes(c.draft_model)) for c in contenders if c.draft_model is not None]
+    smalls = [TargetFiles(c.draft_model) for c in contenders if c.draft_model is not None]
+    drafters += [cache_bytes_per_token(small.text_config, small.size) for small in smalls]
     most = 0
     for rows in batches(answers, recipe.eval.replay_batch_size):
         lengths = [len(answers[row].prompt) + len(answers[row].tokens) for row in rows]
@@ -142,14 +144,8 @@ def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Con
     return most + checking_bytes(text.vocab_size)
 
 
-def _sizes(section: TargetSection) -> tuple[Any, Any]:
-    """A model's text config and `target_size`."""
-    config = load_config(section)
-    return config.get_text_config(decoder=True), target_size(config, section)
-
-
 def print_replay_plan(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> None:
-    answers, size = _baseline(recording, contenders), target_size(load_config(recipe.target), recipe.target)
+    answers, size = _baseline(recording, contenders), TargetFiles(recipe.target).size
     states = planned_bytes(recipe, recording, contenders)
     with PlanLines() as plan:
         plan.line("reads", f"{recording.path}: {len(answers):,} answers, {answer_tokens(answers):,} tokens", "counted")

@@ -21,6 +21,7 @@ from draftsmith.models.formats.exporting import (
     source_to_train,
 )
 from draftsmith.models.formats.folder import read_folder
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import drafter, need
 from draftsmith.recipes.command.plan import PlanLines
@@ -38,7 +39,10 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     engine = _engine(command.to or (None if recipe is None else recipe.export.to) or "vllm")
     directory, measured_file, out = _places(command, recipe, engine)
     yet_to_train = recipe is not None and not written(directory).exists()
-    source = source_to_train(recipe) if recipe is not None and yet_to_train else Source.read(directory)
+    if recipe is not None and yet_to_train:
+        source = source_to_train(recipe, TargetFiles(recipe.target))
+    else:
+        source = Source.read(directory)
     check_out(out, directory)
     check_engine(source, engine)
     _check_options(command, source, engine)
@@ -140,7 +144,7 @@ def import_main(arguments: Namespace) -> None:
     Raises:
         UserError: it cannot be read, is not for this target, or is ours already.
     """
-    section = TargetSection(model=arguments.target, revision=arguments.target_revision)
+    files = TargetFiles(TargetSection(model=arguments.target, revision=arguments.target_revision))
     directory = Path(arguments.drafter)
     if not directory.is_dir():
         directory = hub.fetch_drafter(arguments.drafter, arguments.revision, arguments.allow_bin)
@@ -149,13 +153,13 @@ def import_main(arguments: Namespace) -> None:
     if arguments.out.resolve() == directory.resolve():
         raise UserError(f"--out {arguments.out}: is the folder to import, which would be replaced; name another one")
     folder = read_folder(directory, arguments.allow_bin)
-    foreign = importing.read_for(folder, section)
+    foreign = importing.read_for(folder, files)
     shape = foreign.shape
     plan = PlanLines()
     plan.line("drafter", f"{directory}: {kind_text(shape)}, {shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens")
     if arguments.plan:
         plan.writes(arguments.out)
         return
-    importing.import_drafter(folder, section, arguments.out)
+    importing.import_drafter(folder, files, arguments.out)
     plan.line("wrote", str(arguments.out))
     print(f"next: draftsmith evaluate your-recipe.yaml eval.drafter={arguments.out}")

@@ -4,39 +4,35 @@ checkpoint --write_folder--> <out>.partial --follow the engine's loader, read ba
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from draftsmith.models.chat import load_config
 from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab, read_weights, shape_of_run
 from draftsmith.models.digests import tensor_digest
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats import eagle, gguf_file, speculators
 from draftsmith.models.formats.engines import ENGINES, ServingEngine, problems
-from draftsmith.models.formats.folder import INDEX, SINGLE, read_folder
+from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.foreign import (
     Foreign,
-    TargetShape,
     probe_head,
     probe_log_probs,
     read_foreign,
     reading_scaled,
 )
 from draftsmith.models.formats.importing import is_ours
-from draftsmith.models.target import planned_embedding_scale
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_folder
-from draftsmith.recipes.files.hub import check_model
-from draftsmith.recipes.files.json_text import parse_json
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import Recipe, TargetSection
 
 FILES = ("config.json", "model.safetensors", gguf_file.NAME, "README.md", "speculation_profile.json", "acceptance.png")
 EMBEDDINGS = "embed_tokens.weight"
@@ -49,7 +45,7 @@ class Source:
 
     directory: Path
     shape: DrafterConfig
-    target: dict[str, Any]  # its identity and layout (`checkpoint.target_identity`, `target_layout`)
+    target: dict[str, Any]  # its identity and layout (`TargetFiles`)
     vocab: DraftVocab
     tensors: dict[str, torch.Tensor]
 
@@ -93,24 +89,23 @@ def check_out(out: Path, directory: Path) -> None:
         raise UserError(f"{out}: holds a trained drafter, which the export would replace; name another folder")
 
 
-def source_to_train(recipe: Recipe) -> Source:
+def source_to_train(recipe: Recipe, files: TargetFiles) -> Source:
     """The drafter that the recipe will train, without weights.
 
     Raises:
         UserError: it is not possible for the target.
     """
-    config = load_config(recipe.target)
-    shape = replace(shape_of_run(recipe, config), embedding_scale=planned_embedding_scale(recipe.target))
-    target = {"model": recipe.target.model, "num_layers": config.get_text_config().num_hidden_layers}
+    shape = replace(shape_of_run(recipe, files), embedding_scale=files.planned_embedding_scale)
+    target = {"model": recipe.target.model, "num_layers": files.text_config.num_hidden_layers}
     return Source(recipe.drafter_dir, shape, target, DraftVocab.full(shape.vocab_size), {})
 
 
-def check_export(recipe: Recipe) -> None:
+def check_export(recipe: Recipe, files: TargetFiles) -> None:
     """Raises UserError if the recipe's run would end in an export that is refused, as far as configs tell."""
     if recipe.export.to is None:
         return
     try:
-        source, engine = source_to_train(recipe), ENGINES[recipe.export.to]
+        source, engine = source_to_train(recipe, files), ENGINES[recipe.export.to]
         check_engine(source, engine)
         check_out(recipe.export_dir(engine.name), source.directory)
         if engine.format == "gguf":
@@ -193,43 +188,13 @@ def target_embeddings(target: Mapping[str, Any]) -> torch.Tensor:
     Raises:
         UserError: the target is not there, or its table is not the one that the drafter was trained with.
     """
-    model, revision = target["model"], target.get("revision")
-    wanted = target.get("layout", {}).get("embeddings", "model.embed_tokens.weight")
-    check_model(model, revision)
-    try:
-        index = _target_file(model, revision, INDEX)
-        places = {} if index is None else parse_json(index.read_bytes())["weight_map"]
-        file = _target_file(model, revision, places.get(_stored_name(wanted, places), SINGLE))
-        if file is None:
-            raise OSError("no file of weights")
-        with safe_open(file, framework="pt") as weights:
-            table = weights.get_tensor(_stored_name(wanted, weights.keys()))
-    except (KeyError, OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"{model}: its checkpoint has no readable {wanted}: {error}") from None
+    model, wanted = target["model"], target.get("layout", {}).get("embeddings", "model.embed_tokens.weight")
+    table = TargetFiles(TargetSection(model=model, revision=target.get("revision"))).tensor(wanted)
     if tensor_digest(table) != target["embedding_digest"]:
         raise UserError(
             f"{model}: {wanted} is not the table that the drafter was trained with; was the target changed?"
         )
     return table
-
-
-def _stored_name(wanted: str, names: Iterable[str]) -> str:
-    """A parameter's name in a checkpoint: vision-language models load embeddings under another prefix than in files."""
-    alike = [name for name in names if name.split(".")[-2:] == wanted.split(".")[-2:]]
-    return alike[0] if len(alike) == 1 else wanted
-
-
-def _target_file(model: str, revision: str | None, name: str) -> Path | None:
-    """A file of a folder or of a Hub repository, which is then downloaded; None: there is none of this name."""
-    if Path(model).is_dir():
-        return Path(model, name) if Path(model, name).exists() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(model, name, revision=revision))
-    except EntryNotFoundError:
-        return None
 
 
 def engine_tensors(source: Source, engine: ServingEngine) -> dict[str, torch.Tensor]:
@@ -269,9 +234,15 @@ def prove(source: Source, engine: ServingEngine, folder: Path, dtype: torch.dtyp
         raise UserError(f"{folder}: reads back as another drafter ({difference}); please report this as a defect")
 
 
-def facts(source: Source) -> TargetShape:
+def facts(source: Source) -> SimpleNamespace:
+    """As much of the target's text config as `read_foreign` asks for."""
     shape = source.shape
-    return TargetShape(shape.vocab_size, source.target["num_layers"], shape.max_position_embeddings, shape.hidden_size)
+    return SimpleNamespace(
+        vocab_size=shape.vocab_size,
+        num_hidden_layers=source.target["num_layers"],
+        max_position_embeddings=shape.max_position_embeddings,
+        hidden_size=shape.hidden_size,
+    )
 
 
 def differs(source: Source, back: Foreign, dtype: torch.dtype | None) -> str | None:

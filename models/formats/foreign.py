@@ -29,16 +29,6 @@ DTYPES_OF = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool,)}  # the res
 
 
 @dataclass(frozen=True)
-class TargetShape:
-    """What a foreign config leaves to the target."""
-
-    vocab_size: int
-    num_hidden_layers: int
-    max_position_embeddings: int
-    hidden_size: int
-
-
-@dataclass(frozen=True)
 class Foreign:
     """A drafter that was read from another project's format."""
 
@@ -54,8 +44,11 @@ class Foreign:
         return drafter.eval().requires_grad_(False)
 
 
-def read_foreign(folder: Folder, target: TargetShape) -> Foreign:
+def read_foreign(folder: Folder, target: Any) -> Foreign:
     """The drafter in a foreign folder.
+
+    Args:
+        target: the target's text config, to which foreign configs leave sizes and positions.
 
     Raises:
         UserError: the folder does not fit together, or does not fit the target.
@@ -83,7 +76,7 @@ def _width_read(folder: Folder, config: Mapping[str, Any], shape: DrafterConfig)
     return fc.shape[1] // len(shape.capture_layers)
 
 
-def _check_target(shape: DrafterConfig, reads: int, target: TargetShape) -> None:
+def _check_target(shape: DrafterConfig, reads: int, target: Any) -> None:
     if reads != target.hidden_size:
         raise Contradiction(
             f"reads states of width {reads:,}, the target's are {target.hidden_size:,} wide; name the target that it "

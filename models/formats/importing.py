@@ -6,15 +6,15 @@ folder or Hub id --fetch--> folder --read_foreign--> shape, tensors --the target
 from pathlib import Path
 from typing import Any
 
-from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout
+from draftsmith.models.checkpoint import provenance, save_drafter
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats.folder import Folder
-from draftsmith.models.formats.foreign import Foreign, TargetShape, check_scale, for_target, read_foreign
-from draftsmith.models.target import Target, load_causal_lm, planned_embedding_scale
+from draftsmith.models.formats.foreign import Foreign, check_scale, for_target, read_foreign
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.loader import dump_recipe
-from draftsmith.recipes.schema import DrafterSection, Recipe, TargetSection
+from draftsmith.recipes.schema import DrafterSection, Recipe
 
 
 def is_ours(directory: Path) -> bool:
@@ -36,32 +36,29 @@ def _config_of(directory: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def read_for(folder: Folder, section: TargetSection) -> Foreign:
+def read_for(folder: Folder, files: TargetFiles) -> Foreign:
     """The drafter in a foreign folder, for a target by its config alone. Raises UserError where they do not fit."""
-    config = load_config(section).get_text_config()
-    facts = TargetShape(config.vocab_size, config.num_hidden_layers, config.max_position_embeddings, config.hidden_size)
-    foreign = read_foreign(folder, facts)
-    check_scale(foreign, planned_embedding_scale(section), str(folder.path))
+    foreign = read_foreign(folder, files.text_config)
+    check_scale(foreign, files.planned_embedding_scale, str(folder.path))
     return foreign
 
 
-def import_drafter(folder: Folder, section: TargetSection, out: Path) -> DrafterConfig:
+def import_drafter(folder: Folder, files: TargetFiles, out: Path) -> DrafterConfig:
     """Writes the drafter of a foreign folder as one of ours, with the identity of the loaded target.
 
     Raises:
         UserError: it is not for this target, or nothing here could compute it.
     """
-    foreign = read_for(folder, section)
-    config = load_config(section)
-    target = Target(load_causal_lm(section), capture_layers=(0,))
+    foreign = read_for(folder, files)
+    target = Target(files.load_model(), capture_layers=(0,))
     foreign = for_target(foreign, target.embedding_table, target.embedding_scale, str(folder.path))
-    fingerprint = tokenizer_fingerprint(load_tokenizer(section))
-    identity = target_identity(target, section.model, section.revision, fingerprint)
-    identity |= {"layout": target_layout(config, target.dtype, section.trust_remote_code)}
+    # Strangers trained it for the target as it is published.
+    published = dict.fromkeys(files.changes)
+    identity = files.identity_of(target) | published | {"layout": files.layout(target.dtype)}
     weights = {path.name: path for path in sorted(folder.path.glob("*.safetensors"))}
     made = provenance(weights) | {"imported": {"from": str(folder.path), "config": folder.config}}
     recipe = Recipe.model_validate(
-        {"output_dir": str(out.parent), "target": section.model_dump(), "drafter": drafter_keys(foreign.shape)}
+        {"output_dir": str(out.parent), "target": files.section.model_dump(), "drafter": drafter_keys(foreign.shape)}
     )
     save_drafter(out, foreign.drafter(target.frozen_head), identity, dump_recipe(recipe), made)
     return foreign.shape

@@ -14,6 +14,7 @@ from draftsmith.models.drafters import kind_text
 from draftsmith.models.formats import hub
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.importing import import_drafter, is_foreign, read_for
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.files.atomic import written
 from draftsmith.recipes.files.digest import file_digest
@@ -48,16 +49,17 @@ def own_drafter(name: str, recipe: Recipe, plan: bool) -> str:
         name, directory = str(cached), cached
     if not is_foreign(directory):
         return name
+    files = TargetFiles(recipe.target)
     out = recipe.imported_dir / f"{label}-{_digest(directory, recipe.target)[:12]}"
     if not written(out).exists():
         folder = read_folder(directory)
         if plan:
-            shape = read_for(folder, recipe.target).shape
+            shape = read_for(folder, files).shape
             print(f"note: {directory}: a foreign {kind_text(shape)}: the run would import it into {out}")
         else:
             with alone_in(recipe.imported_dir, LONGEST_IMPORT):
                 if not written(out).exists():  # another process of this run may have been here
-                    import_drafter(folder, recipe.target, out)
+                    import_drafter(folder, files, out)
                     print(f"imported: {directory} into {out}", flush=True)
     return str(out)
 

@@ -35,12 +35,13 @@ from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.speculator import Speculator
 from draftsmith.models import feature_drafter
 from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
-from draftsmith.models.chat import load_config, load_tokenizer, render_prompt
+from draftsmith.models.chat import render_prompt
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.key_values import KeyValues
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
@@ -266,14 +267,14 @@ def demo_bench(args: argparse.Namespace) -> tuple[Bench, list[list[int]]]:
     small_section = TargetSection(model=str(args.small), dtype="float32", device="cpu")
     if not (args.small / "config.json").exists():
         raise UserError(f"--small: no model at {args.small}; make one with --make-small {args.small}")
-    sizes = [load_config(s).get_text_config().vocab_size for s in (small_section, section)]
+    sizes = [TargetFiles(s).config.get_text_config().vocab_size for s in (small_section, section)]
     if sizes[0] != sizes[1]:
         raise UserError(
             f"--small: its vocabulary has {sizes[0]} tokens, the target's {sizes[1]}; they must be the same"
         )
     speculator = Speculator.load(section, args.drafter)
     target, nodes = speculator.target, args.draft_tokens + 1
-    small = load_draft_model(small_section)
+    small = load_draft_model(TargetFiles(small_section))
     check_vocabulary(small, target)
     chain = TreeSection(policy="chain", nodes=nodes)
 
@@ -333,7 +334,7 @@ def make_small(target_dir: Path, conversations: Path, out: Path, epochs: int, se
         raise UserError(f"--conversations: no such file {conversations}; data_gen/regenerate.py writes it")
     section = TargetSection(model=str(target_dir), dtype="float32", device="cpu")
     torch.manual_seed(seed)
-    target = load_causal_lm(section)
+    target = TargetFiles(section).load_model()
     config = type(target.config).from_dict(target.config.to_dict() | {"num_hidden_layers": 2, "layer_types": None})
     small: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = {
@@ -375,7 +376,7 @@ def make_small(target_dir: Path, conversations: Path, out: Path, epochs: int, se
             print(f"step {step + 1}/{steps}  loss {mean:.3f}  {seconds:.0f} s", flush=True)
     small.eval().generation_config = target.generation_config
     small.save_pretrained(out)
-    load_tokenizer(section).save_pretrained(out)
+    TargetFiles(section).tokenizer.save_pretrained(out)
     print(f"{sum(p.numel() for p in small.parameters()) / 1e6:.1f} M parameters written to {out}")
 
 

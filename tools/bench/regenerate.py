@@ -20,9 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
-from draftsmith.models.chat import load_tokenizer, render_prompt
+from draftsmith.models.chat import render_prompt
 from draftsmith.models.sampling import GREEDY
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import batches_by_length
 from draftsmith.models.turn_ends import stop_ids
 from draftsmith.recipes.loader import load_recipe
@@ -90,7 +91,7 @@ def main() -> None:
     parser.add_argument("--continuous", action="store_true", help="measure generate_batch too: slow on CPUs")
     args = parser.parse_args()
     section = TargetSection(model=args.target, dtype="float32")
-    model, tokenizer = load_causal_lm(section), load_tokenizer(section)
+    model, tokenizer = TargetFiles(section).load_model(), TargetFiles(section).tokenizer
     stops = stop_ids(tokenizer)
     asked = read_conversations(args.prompts, Rejects(), args.count)
     prompts = [list(render_prompt(tokenizer, next(questions(each.messages)))) for each in asked]
@@ -105,7 +106,8 @@ def main() -> None:
             f"data.generator.draft_tokens={count}",
             f"target.model={args.target}",
         ]
-        writer = Writer.of(load_recipe(ROOT / "recipes/demo.yaml", own), settings_of(args, stops))
+        recipe = load_recipe(ROOT / "recipes/demo.yaml", own)
+        writer = Writer.of(recipe, TargetFiles(recipe.target), settings_of(args, stops))
         ways[f"drafted, {count}"] = partial(written, writer)
     for round_number in range(args.rounds):
         for name, way in ways.items():

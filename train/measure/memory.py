@@ -7,17 +7,17 @@ optimiser, replay, and the process itself.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import psutil
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import length_of, taught_tokens
-from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.eval.recorded.replay import pass_tokens, replay_bytes
+from draftsmith.models.context_limits import longest_row
 from draftsmith.models.costs import Device, TargetSize, target_forward_bytes
 from draftsmith.models.drafters import trainable_parameters
 from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.schema import CHAINS, Recipe
 from draftsmith.train.measure.dry_run import LAYER, LOGITS, WEIGHT_SHAPED, dry_run
 
@@ -53,13 +53,12 @@ class PlannedRun:
     """The facts known before a run starts.
 
     Attributes:
-        target_config: the target's text config.
         rows, validation_rows: empty before regenerate has run.
     """
 
     recipe: Recipe
+    files: TargetFiles
     shape: DrafterConfig
-    target_config: Any
     size: TargetSize
     rows: Sequence[TrainingRow]
     validation_rows: Sequence[TrainingRow]
@@ -74,12 +73,12 @@ class PlannedRun:
     @property
     def longest_tokens(self) -> int:
         """Most tokens of a row, up to its last supervised one."""
-        return max(map(length_of, self.rows), default=longest_row(self.recipe))
+        return max(map(length_of, self.rows), default=longest_row(self.recipe, self.files))
 
     @property
     def most_columns(self) -> int:
         """Most counted columns of a row."""
-        return max((taught_tokens(row.spans) for row in self.rows), default=longest_row(self.recipe))
+        return max((taught_tokens(row.spans) for row in self.rows), default=longest_row(self.recipe, self.files))
 
     @property
     def reads_states(self) -> bool:
@@ -107,8 +106,8 @@ def planned_memory(run: PlannedRun) -> dict[str, float]:
 
     tokens, rows = run.longest_tokens, min(section.batch_size, len(run.rows) or section.batch_size)
     sizes = rows, tokens, run.most_columns, run.device.type
-    unroll = dry_run(section, shape, run.target_config, size.dtype, *sizes).peak_bytes
-    target_pass = target_forward_bytes(run.target_config, size, rows, tokens, len(shape.capture_layers))
+    unroll = dry_run(section, shape, run.files.text_config, size.dtype, *sizes).peak_bytes
+    target_pass = target_forward_bytes(run.files.text_config, size, rows, tokens, len(shape.capture_layers))
     kept = gradients * (section.gradient_accumulation_steps > 1) + buckets
     moments: list[dict[str, float]] = [
         {TARGET_PASS: 0 if run.reads_states else target_pass, WEIGHT_SHAPED: kept},
@@ -137,7 +136,7 @@ def planned_replay_bytes(run: PlannedRun) -> float:
     states = layers * shape.hidden_size * size.dtype.itemsize
     kept = replay_bytes(rows * longest, rows, longest, states, keys_values)
     tokens = max(longest, pass_tokens(run.device.type))
-    target_pass = 0 if run.reads_states else target_forward_bytes(run.target_config, size, 1, tokens, layers)
+    target_pass = 0 if run.reads_states else target_forward_bytes(run.files.text_config, size, 1, tokens, layers)
     # Logits and probabilities of a draft call's nodes, in float32; the first call's prompt columns need no more.
     expanded = 1 if tree.policy in CHAINS else tree.width
     return kept + max(target_pass, 3 * 4 * rows * expanded * shape.draft_vocab_size)

@@ -3,16 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import Store, taught_tokens
 from draftsmith.data_gen.states.stored_target import stored_bytes
-from draftsmith.eval.decoding.target_facts import bounded_rows
-from draftsmith.models.chat import load_config, tokenizer_fingerprint
 from draftsmith.models.checkpoint import shape_of_run
+from draftsmith.models.context_limits import bounded_rows
 from draftsmith.models.costs import (
     checkpoint_bytes,
     device_here,
@@ -23,9 +21,8 @@ from draftsmith.models.costs import (
     matmul_flops_per_second,
     plan_memory,
     shared_out,
-    target_size,
 )
-from draftsmith.models.target import check_precision
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.inputs import conversations, draft_vocab
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.plan import PlanLines, plural
@@ -49,7 +46,7 @@ GPU_UTILISATION = 0.3
 CPU_UTILISATION = 0.5
 
 
-def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | None, processes: int) -> None:
+def print_plan(recipe: Recipe, files: TargetFiles, tera_flops_per_second: float | None, processes: int) -> None:
     """Plans from the files that are there. Rank 0 prints.
 
     Args:
@@ -61,34 +58,31 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
     if rank() > 0:
         return
     with PlanLines() as plan:
-        run = _read(plan, recipe, tokenizer, processes)
+        run = _read(plan, recipe, files, processes)
         _plan_steps(plan, run, tera_flops_per_second)
         _plan_memory(plan, run)
         _plan_disk(plan, run)
         plan.writes(recipe.checkpoints_dir, recipe.metrics_path, recipe.drafter_dir)
 
 
-def _read(plan: PlanLines, recipe: Recipe, tokenizer: Any, processes: int) -> PlannedRun:
+def _read(plan: PlanLines, recipe: Recipe, files: TargetFiles, processes: int) -> PlannedRun:
     """Checks the files that are there as a run does, as far as that can be told without the target's weights."""
-    section, fingerprint = recipe.target, tokenizer_fingerprint(tokenizer)
-    config = load_config(section)
-    text_config = config.get_text_config()
-    shape = shape_of_run(recipe, config)
+    shape = shape_of_run(recipe, files)
     states = [("data.states", recipe.states_dir / "manifest.json", "capture")] * (recipe.data.states is not None)
     plan.reads(conversations(recipe), draft_vocab(recipe), *states)
     vocab, store, rejects = None, None, Rejects()
     rows, validation_rows = list[TrainingRow](), list[TrainingRow]()
     with collected(plan.problems):
         if recipe.draft_vocab_path.exists():
-            vocab = read_run_vocab(recipe, text_config.vocab_size, fingerprint)
-        check_start_of_recipe(recipe, text_config, shape, vocab, fingerprint)
-    check_precision(section)
-    size = target_size(config, section)
+            vocab = read_run_vocab(recipe, files)
+        check_start_of_recipe(recipe, files, shape, vocab)
+    files.check_precision()
+    size = files.size
     if recipe.conversations_path.exists() or recipe.data.prompts is None:
-        rows, validation_rows = read_rows(recipe, tokenizer, rejects)
+        rows, validation_rows = read_rows(recipe, files, rejects)
         if states and states[0][1].exists():
-            store = store_of(recipe, text_config, shape.capture_layers, [*rows, *validation_rows], fingerprint)
-    elif note := bounded_rows(recipe):
+            store = store_of(recipe, files, shape.capture_layers, [*rows, *validation_rows])
+    elif note := bounded_rows(recipe, files):
         print(note)
     if rejects.total:
         plan.line("rejected", rejects.summary())
@@ -97,7 +91,7 @@ def _read(plan: PlanLines, recipe: Recipe, tokenizer: Any, processes: int) -> Pl
         size = replace(size, weight_bytes=stored_bytes(store), weight_basis="its head and embeddings, exact")
     if recipe.train.shard_target:
         size = shared_out(size, processes)
-    run = PlannedRun(recipe, shape, text_config, size, rows, validation_rows, device_here(section.device), processes)
+    run = PlannedRun(recipe, files, shape, size, rows, validation_rows, device_here(recipe.target.device), processes)
     if rows and vocab is not None:
         plan.problems += _resumption(run, store)
     return run
@@ -109,7 +103,7 @@ def _resumption(run: PlannedRun, store: Store | None) -> Iterator[str]:
     if not there or damage(there[-1]) is not None:  # training sets damaged ones aside
         return
     digests = digests_of(run.rows, run.validation_rows)
-    identity = run_identity(run.recipe, run.shape, {}, run.processes, digests, store_identity(store))
+    identity = run_identity(run.recipe, run.files, run.shape, {}, run.processes, digests, store_identity(store))
     try:
         state = read_state(there[-1], identity, unknown=("target", "drafter.embedding_scale"))
     except UserError as error:
@@ -167,13 +161,13 @@ def _time(run: PlannedRun, steps: int, tokens: int, tera_flops_per_second: float
     order = BatchOrder([len(row.input_ids) for row in rows], section.batch_size, section.seed)
     padded = efficiency(order, rows, section.packing).computed // len(rows)
     columns = sum(taught_tokens(row.spans) for row in rows) // len(rows)
-    of_row = row_flops(section, run.shape, run.target_config, run.size, run.reads_states, padded, columns)
+    of_row = row_flops(section, run.shape, run.files.text_config, run.size, run.reads_states, padded, columns)
     flops = float(steps * section.gradient_accumulation_steps * section.batch_size * of_row)
     if tera_flops_per_second is not None:
         reached, basis = tera_flops_per_second * 1e12, f"--flops {tera_flops_per_second:g}"
     elif run.device.is_cpu:
         dtype = torch.bfloat16 if uses_bf16(section) else torch.float32
-        most = min(2048, section.batch_size * max(1, columns)), min(4096, run.target_config.hidden_size)
+        most = min(2048, section.batch_size * max(1, columns)), min(4096, run.files.text_config.hidden_size)
         measured = matmul_flops_per_second(*most, dtype)
         reached = measured * CPU_UTILISATION
         basis = f"{CPU_UTILISATION:.0%} of the {measured / 1e9:,.0f} GFLOP/s measured here"

@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.store import Store
-from draftsmith.models.chat import FINGERPRINT_COVERS, load_config, tokenizer_fingerprint
-from draftsmith.models.checkpoint import config_identity, shape_of_run
+from draftsmith.models.chat import FINGERPRINT_COVERS
+from draftsmith.models.checkpoint import shape_of_run
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats.named_drafters import yet_to_import
-from draftsmith.models.quantize import target_changes
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, load_metadata
 from draftsmith.recipes.command.inputs import draft_vocab, need
 from draftsmith.recipes.command.launch import rank
@@ -27,42 +26,37 @@ class Inputs:
     """What a run reads before any weights are loaded.
 
     Attributes:
-        config: the target's text config.
-        fingerprint: the tokenizer's.
         shape: the drafter's, as far as it is known without the target's weights.
         store: of the target's states; None: the target computes them.
     """
 
+    files: TargetFiles
     rows: list[TrainingRow]
     validation_rows: list[TrainingRow]
-    config: Any
-    fingerprint: str
     shape: DrafterConfig
     vocab: DraftVocab
     store: Store | None
 
 
-def read_inputs(recipe: Recipe, tokenizer: Any) -> Inputs:
+def read_inputs(recipe: Recipe, files: TargetFiles) -> Inputs:
     """All ranks read; rank 0 records and prints rejects.
 
     Raises:
         UserError: something is missing, or does not fit the recipe.
     """
     rejects = Rejects(recipe.training_rejects_path if rank() == 0 else None)
-    rows, validation_rows = read_rows(recipe, tokenizer, rejects)
+    rows, validation_rows = read_rows(recipe, files, rejects)
     if rejects.total and rank() == 0:
         print(rejects.summary())
-    whole, fingerprint = load_config(recipe.target), tokenizer_fingerprint(tokenizer)
-    shape, config = shape_of_run(recipe, whole), whole.get_text_config()
-    vocab = read_run_vocab(recipe, config.vocab_size, fingerprint)
-    check_start_of_recipe(recipe, config, shape, vocab, fingerprint)
-    store = store_of(recipe, config, shape.capture_layers, [*rows, *validation_rows], fingerprint)
-    return Inputs(rows, validation_rows, config, fingerprint, shape, vocab, store)
+    shape, vocab = shape_of_run(recipe, files), read_run_vocab(recipe, files)
+    check_start_of_recipe(recipe, files, shape, vocab)
+    store = store_of(recipe, files, shape.capture_layers, [*rows, *validation_rows])
+    return Inputs(files, rows, validation_rows, shape, vocab, store)
 
 
-def read_rows(recipe: Recipe, tokenizer: Any, rejects: Rejects) -> tuple[list[TrainingRow], list[TrainingRow]]:
+def read_rows(recipe: Recipe, files: TargetFiles, rejects: Rejects) -> tuple[list[TrainingRow], list[TrainingRow]]:
     """(training rows, validation rows). A conversation's rows stay on one side, chosen by a hash of its id."""
-    usable = usable_rows(recipe, tokenizer, rejects)
+    usable = usable_rows(recipe, files, rejects)
     wanted = min(recipe.train.validation_conversations, len({row.id for row in usable}) // 5)
     ids = sorted({row.id for row in usable}, key=validation_rank)
     kept_out = set(ids[:wanted])
@@ -75,14 +69,14 @@ def read_rows(recipe: Recipe, tokenizer: Any, rejects: Rejects) -> tuple[list[Tr
     return training, [row for row in usable if row.id in kept_out]
 
 
-def read_run_vocab(recipe: Recipe, target_vocab_size: int, fingerprint: str) -> DraftVocab:
+def read_run_vocab(recipe: Recipe, files: TargetFiles) -> DraftVocab:
     """The run's draft vocabulary, checked against the recipe and the target.
 
     Raises:
         UserError: it is missing, or made for another target, tokenizer or drafter.vocab_size.
     """
     need(draft_vocab(recipe))
-    path = recipe.draft_vocab_path
+    path, fingerprint, target_vocab_size = recipe.draft_vocab_path, files.fingerprint, files.text_config.vocab_size
     vocab = DraftVocab.load(path)
     made_with = load_metadata(path).get("tokenizer_fingerprint", fingerprint)
     wanted = recipe.drafter.vocab_size or target_vocab_size
@@ -101,16 +95,12 @@ def read_run_vocab(recipe: Recipe, target_vocab_size: int, fingerprint: str) -> 
     return vocab
 
 
-def check_start_of_recipe(
-    recipe: Recipe, config: Any, shape: DrafterConfig, vocab: DraftVocab | None, fingerprint: str
-) -> None:
+def check_start_of_recipe(recipe: Recipe, files: TargetFiles, shape: DrafterConfig, vocab: DraftVocab | None) -> None:
     """Raises UserError if training cannot start from drafter.init_from, as far as that can be told without weights.
 
     Args:
         vocab: None: there is none yet.
     """
     if recipe.drafter.init_from is not None and not yet_to_import(recipe, recipe.drafter.init_from):
-        section = recipe.target
-        target = config_identity(config, section.model, section.revision, fingerprint, target_changes(section))
         unknown = ("embedding_scale", *["draft_vocab_size"] * (vocab is None))
-        check_start(Path(recipe.drafter.init_from), shape, vocab, target, unknown)
+        check_start(Path(recipe.drafter.init_from), shape, vocab, files.identity, unknown)

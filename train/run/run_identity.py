@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.models.checkpoint import written
+from draftsmith.models.context_limits import longest_row
 from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.schema import Recipe
 
@@ -36,6 +37,7 @@ def digests_of(rows: Sequence[TrainingRow], validation_rows: Sequence[TrainingRo
 
 def run_identity(
     recipe: Recipe,
+    files: TargetFiles,
     drafter: DrafterConfig,
     target: dict[str, Any],
     processes: int,
@@ -61,7 +63,7 @@ def run_identity(
         "draft_vocab_sha256": file_digest(recipe.draft_vocab_path),
         "conversations_sha256": file_digest(recipe.conversations_path),
         "data.states": states,
-        "data.max_length": longest_row(recipe),
+        "data.max_length": longest_row(recipe, files),
         "left out for asking what is asked in": recipe.eval.prompts if recipe.data.contamination == "remove" else None,
         "micro-batches a step": processes * recipe.train.gradient_accumulation_steps,
     } | (digests | settings)

@@ -19,17 +19,16 @@ import torch
 from torch import distributed, nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from draftsmith.models.chat import load_config
-from draftsmith.models.costs import gigabytes, named_dtype, torch_dtype
-from draftsmith.models.families import auto_class
+from draftsmith.models.costs import gigabytes, named_dtype
 from draftsmith.models.prompt import PlacedInsert
-from draftsmith.models.target import Target, decoder_layers, read_causal_lm
+from draftsmith.models.target import Target, decoder_layers
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError, collected
-from draftsmith.recipes.schema import Recipe, TargetSection
+from draftsmith.recipes.schema import Recipe
 from draftsmith.train.run.accelerator import check_deepspeed, deepspeed_on_cpus
 
 
-def check_sharding(recipe: Recipe) -> None:
+def check_sharding(recipe: Recipe, files: TargetFiles) -> None:
     """Checks train.shard_target before any weights are loaded.
 
     Raises:
@@ -58,7 +57,7 @@ def check_sharding(recipe: Recipe) -> None:
             "train.shard_target: a guided target reads every text twice, which pieces of weights cannot; capture its "
             "states first (docs/training.md) and leave train.shard_target out"
         )
-    config = load_config(recipe.target)
+    config = files.config
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
@@ -71,7 +70,7 @@ def check_sharding(recipe: Recipe) -> None:
             "target.dtype: auto, but the target's config names none, and train.shard_target allocates the weights "
             "before it reads them; set target.dtype"
         )
-    elif quantization is None and (kept := _kept_in_float32(recipe.target, config)):
+    elif quantization is None and (kept := _kept_in_float32(files)):
         problems.append(
             f"train.shard_target: {config.model_type} keeps weights in float32 beside those in lower precision "
             f"({kept[0]}), which ZeRO-3 would round; set target.dtype=float32, or train.shard_target=false"
@@ -82,15 +81,10 @@ def check_sharding(recipe: Recipe) -> None:
         raise UserError(problems)
 
 
-def _kept_in_float32(section: TargetSection, config: Any) -> list[str]:
+def _kept_in_float32(files: TargetFiles) -> list[str]:
     """Parameters that transformers loads in float32, whatever precision is asked for."""
-    dtype = torch_dtype(config, section.dtype)
-    if dtype == torch.float32:
-        return []
-    try:
-        with torch.device("meta"):
-            model = auto_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
-    except ValueError:  # not a causal LM: the error comes when it is loaded
+    dtype = files.dtype
+    if dtype == torch.float32 or (model := files.skeleton()) is None:
         return []
     modules = set(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
@@ -98,8 +92,8 @@ def _kept_in_float32(section: TargetSection, config: Any) -> list[str]:
     return [name for name, _ in model.named_parameters() if any(f".{m}." in f".{name}." for m in modules)]
 
 
-def load_sharded(section: TargetSection) -> Any:
-    """Like `models.target.load_causal_lm`, with a piece of each weight on the device of every process.
+def load_sharded(files: TargetFiles) -> Any:
+    """Like `TargetFiles.load_model`, with a piece of each weight on the device of every process.
 
     Rank 0 reads the checkpoint into its host memory. Modules are created, filled and sharded one after another, so no
     device holds more than its pieces and one module.
@@ -108,16 +102,15 @@ def load_sharded(section: TargetSection) -> Any:
         UserError: see there.
     """
     deepspeed_on_cpus()
-    dtype = torch_dtype(load_config(section), section.dtype)
     config = {
         "train_micro_batch_size_per_gpu": 1,  # DeepSpeed requires it; nothing is trained
         "zero_optimization": {"stage": 3, "memory_efficient_linear": False},  # it is for backward passes
-        "bf16": {"enabled": dtype == torch.bfloat16},
-        "fp16": {"enabled": dtype == torch.float16},
+        "bf16": {"enabled": files.dtype == torch.bfloat16},
+        "fp16": {"enabled": files.dtype == torch.float16},
     }
     asked = HfDeepSpeedConfig(config)  # transformers finds it by a weak reference
     try:
-        return read_causal_lm(section)
+        return files.read_model()
     finally:
         unset_hf_deepspeed_config()
         del asked
@@ -131,14 +124,13 @@ class ShardedTarget(Target):
     """
 
     def __init__(self, model: Any, capture_layers: Sequence[int] | None = None):
-        decoder = model.get_decoder()
-        layers = decoder_layers(decoder, model.config.get_text_config(decoder=True), type(model).__name__)
+        layers = decoder_layers(model)
         _make_whole(model, outside=layers)
         for layer in layers:
             _gather_while_it_runs(layer)
         self.piece_bytes = sum(weight.ds_tensor.nbytes for weight in layers.parameters())  # type: ignore[attr-defined]
         self._uneven = False
-        decoder.register_forward_pre_hook(self._announce_pass)
+        model.get_decoder().register_forward_pre_hook(self._announce_pass)
         super().__init__(model, capture_layers)
 
     def sharding_text(self) -> str:

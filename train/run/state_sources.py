@@ -35,9 +35,8 @@ from draftsmith.data_gen.states.store import (
 )
 from draftsmith.data_gen.states.stored_target import logit_settings
 from draftsmith.models.chat import FINGERPRINT_COVERS
-from draftsmith.models.checkpoint import config_identity
-from draftsmith.models.quantize import target_changes
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.run.batches import BatchOrder, MicroBatch
@@ -195,27 +194,23 @@ class StoredStates:
 # The recipe's store.
 
 
-def store_of(
-    recipe: Recipe, config: Any, layers: Sequence[int], rows: Sequence[TrainingRow], fingerprint: str
-) -> Store | None:
+def store_of(recipe: Recipe, files: TargetFiles, layers: Sequence[int], rows: Sequence[TrainingRow]) -> Store | None:
     """The store that the recipe names, checked; None where it names none.
 
     Args:
-        config: the target's text config.
         layers: captured layers that the drafter reads.
         rows: training and validation rows; the store may hold others beside them.
-        fingerprint: the tokenizer's.
 
     Raises:
         UserError: the store is missing, damaged, or made for another target, tokenizer, dtype, or other layers or rows.
     """
     if recipe.data.states is None:
         return None
-    store, section = Store(recipe.states_dir), recipe.target
-    target = config_identity(config, section.model, section.revision, fingerprint, target_changes(section))
+    store = Store(recipe.states_dir)
     made_of = store.manifest.made_of
+    known = files.identity | logit_settings(files.text_config)  # the rest is known only from the weights
     asked = {
-        "target": made_of["target"] | target | logit_settings(config),  # the rest is known only from the weights
+        "target": made_of["target"] | known,
         "capture_layers": list(layers),
         "dtype": recipe.data.capture.dtype,
     }
@@ -242,9 +237,7 @@ def store_of(
 
 def store_identity(store: Store | None) -> dict[str, Any] | None:
     """The parts of a store's manifest that a resumed run must find unchanged: they decide values and reading order."""
-    names = ("dtype", "capture_layers", "rows", "computed_in", "shard_megabytes", "batch_tokens")
+    names = ("dtype", "capture_layers", "rows", "computed_in", "shard_megabytes", "batch_tokens", "picture_states")
     if store is None:
         return None
-    identity = {name: store.manifest.made_of.get(name) for name in names}
-    # Runs that began with an older version have no such key.
-    return identity if store.picture_states else identity | {"picture_states": False}
+    return {name: store.manifest.made_of.get(name) for name in names}

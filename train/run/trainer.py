@@ -17,16 +17,14 @@ from accelerate.utils import DistributedType, set_seed
 
 from draftsmith.data_gen.states.store import length_of, taught_tokens
 from draftsmith.data_gen.states.stored_target import StoredTarget
-from draftsmith.eval.decoding.target_facts import check_evaluation
-from draftsmith.models.chat import load_config, load_tokenizer, prompt_date
-from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout, written
-from draftsmith.models.costs import device_here, target_size
+from draftsmith.models.chat import prompt_date
+from draftsmith.models.checkpoint import provenance, save_drafter, written
+from draftsmith.models.context_limits import check_evaluation
+from draftsmith.models.costs import device_here
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_start
-from draftsmith.models.guidance import loaded_target
-from draftsmith.models.quantize import target_changes
 from draftsmith.models.target import Target
-from draftsmith.models.turn_ends import stop_ids
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.launch import rank, world_size
 from draftsmith.recipes.errors import UserError
@@ -59,19 +57,19 @@ from draftsmith.train.run.validation_replay import ValidationReplay, check_best,
 def main(command: Command) -> bool:
     """Trains the recipe's drafter. Returns False if it is not finished: for --plan, and after SIGTERM."""
     recipe = with_start(command.recipe, command.plan)
-    tokenizer = load_tokenizer(recipe.target)
-    check_replay(recipe)
-    check_sharding(recipe)
+    files = TargetFiles.read(recipe.target)
+    check_replay(recipe, files)
+    check_sharding(recipe, files)
     check_trackers(recipe.train.trackers)
-    check_export(recipe)
+    check_export(recipe, files)
     if not command.plan:
-        check_evaluation(recipe)
+        check_evaluation(recipe, files)
     if rank() == 0 and (note := other_than_published(recipe.drafter, recipe.train)):
         print(f"note: {note}")
     if command.plan:
-        print_plan(recipe, tokenizer, command.flops, command.processes or world_size())
+        print_plan(recipe, files, command.flops, command.processes or world_size())
         return False
-    training = build(recipe, tokenizer, command.profile)
+    training = build(recipe, files, command.profile)
     print_summary(training)
     accelerator = training.loop.accelerator
     with ExitStack() as held:
@@ -92,11 +90,11 @@ class Training:
     recipe: Recipe
     inputs: Inputs
     target: Target
-    target_facts: dict[str, Any]  # the target's identity and layout, for the drafter's config.json
+    identity: dict[str, Any]  # the target's, and its layout, for the drafter's config.json
     loop: Loop
 
 
-def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training:
+def build(recipe: Recipe, files: TargetFiles, profile_steps: int | None) -> Training:
     """Reads the recipe's inputs and loads the target. All ranks call it; rank 0 prints.
 
     Args:
@@ -105,11 +103,10 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
     Raises:
         UserError: something is missing or does not fit the recipe, or the ranks do not read the same.
     """
-    section = recipe.target
-    inputs = read_inputs(recipe, tokenizer)
+    inputs = read_inputs(recipe, files)
     rows, validation_rows, store = inputs.rows, inputs.validation_rows, inputs.store
-    stops = stop_ids(tokenizer)
-    replay = ValidationReplay.of(recipe, validation_rows, inputs.vocab, inputs.fingerprint, stops)
+    _ = files.stop_ids  # raises for a target without one
+    replay = ValidationReplay.of(recipe, files, validation_rows, inputs.vocab)
     check_best(recipe.train.keep_best, validation_rows, replay)
     digests = digests_of(rows, validation_rows)
 
@@ -126,10 +123,10 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
         print(f"note: one thread on {cores} cores; accelerate launch --num_cpu_threads_per_process {cores} uses all")
     target, states = target_and_states(recipe, inputs, accelerator)
     shape = replace(inputs.shape, embedding_scale=target.embedding_scale)
-    identity = target_identity(target, section.model, section.revision, inputs.fingerprint, target_changes(section))
+    identity = files.identity_of(target)
     drafter = new_drafter(recipe.drafter, shape, inputs.vocab, target, identity).to(accelerator.device)
     computed = identity | {"dtype": str(target.dtype).removeprefix("torch.")}
-    if day := prompt_date(tokenizer):
+    if day := prompt_date(files.tokenizer):
         computed["date"] = day
     check_ranks_agree({"target": computed, "data.states": store_identity(store)})
 
@@ -148,15 +145,14 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
         recipe.checkpoints_dir,
         recipe.metrics_path,
         identity=run_identity(
-            recipe, drafter.config, computed, accelerator.num_processes, digests, store_identity(store)
+            recipe, files, drafter.config, computed, accelerator.num_processes, digests, store_identity(store)
         ),
         replay=replay,
         trackers=Trackers(recipe.train.trackers, Path(recipe.output_dir), dump_recipe(recipe), recipe.model_dump()),
         peak_tokens_per_second=peak_tokens_per_second(recipe, inputs, accelerator.device),
         profile=profile,
     )
-    layout = target_layout(load_config(section), target.dtype, section.trust_remote_code)
-    return Training(recipe, inputs, target, identity | {"layout": layout}, loop)
+    return Training(recipe, inputs, target, identity | {"layout": files.layout(target.dtype)}, loop)
 
 
 def peak_tokens_per_second(recipe: Recipe, inputs: Inputs, device: torch.device) -> float | None:
@@ -165,11 +161,11 @@ def peak_tokens_per_second(recipe: Recipe, inputs: Inputs, device: torch.device)
     peak = device_here(str(device)).peak_flops
     if peak is None or recipe.drafter.kind == "vispec":
         return None
-    rows, size = inputs.rows, target_size(load_config(recipe.target), recipe.target)
+    rows, files = inputs.rows, inputs.files
     tokens = max(1, sum(map(length_of, rows)) // len(rows))
     columns = sum(taught_tokens(row.spans) for row in rows) // len(rows)
     reads_states = inputs.store is not None
-    flops = row_flops(recipe.train, inputs.shape, inputs.config, size, reads_states, tokens, columns)
+    flops = row_flops(recipe.train, inputs.shape, files.text_config, files.size, reads_states, tokens, columns)
     return peak * tokens / flops
 
 
@@ -177,13 +173,13 @@ def target_and_states(recipe: Recipe, inputs: Inputs, accelerator: Accelerator) 
     """The target, whole, sharded or only its head from a store, and the source of its states."""
     layers = inputs.shape.capture_layers
     if inputs.store is not None:
-        stored = StoredTarget(inputs.store, inputs.config, accelerator.device)
+        stored = StoredTarget(inputs.store, inputs.files.text_config, accelerator.device)
         every_row = [*inputs.rows, *inputs.validation_rows]
         return stored, StoredStates(inputs.store, every_row, accelerator.device, stored.dtype)
     if recipe.train.shard_target and accelerator.num_processes > 1:
-        target: Target = ShardedTarget(load_sharded(recipe.target), layers)
+        target: Target = ShardedTarget(load_sharded(inputs.files), layers)
     else:
-        target = loaded_target(recipe.target, layers, str(accelerator.device))
+        target = inputs.files.load(layers, str(accelerator.device))
     if recipe.train.packing:
         # Here, because all processes of a sharded target must try together, and they first pack at different times.
         target.try_documents()
@@ -228,5 +224,5 @@ def save(training: Training) -> None:
             chosen = f", of step {step_of(checkpoint):,}, which has the best {recipe.train.keep_best}: {tau:.2f}"
         merge_lora(trained.drafter)
         with disk_errors_as_user_errors(recipe.drafter_dir):
-            save_drafter(recipe.drafter_dir, trained.drafter, training.target_facts, dump_recipe(recipe), made_by)
+            save_drafter(recipe.drafter_dir, trained.drafter, training.identity, dump_recipe(recipe), made_by)
         print(f"drafter: {recipe.drafter_dir}{chosen}")

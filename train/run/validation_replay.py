@@ -21,19 +21,19 @@ from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.eval.decoding.contenders import check_size
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.policies import PolicyProposer, TreePolicy, policy_of
-from draftsmith.eval.decoding.target_facts import positions_of
 from draftsmith.eval.measured.metrics import summarise
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import StatesOf, replay
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, cut_by_file
 from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.run.state_sources import StateSource, StoredStates
 
 
-def check_replay(recipe: Recipe) -> None:
+def check_replay(recipe: Recipe, files: TargetFiles) -> None:
     """Checks train.eval_replay before any weights are loaded.
 
     Raises:
@@ -54,7 +54,7 @@ def check_replay(recipe: Recipe) -> None:
         )
     else:
         with collected(problems, "train.eval_replay: "):
-            check_size(tree, positions_of(recipe.target))
+            check_size(tree, files.positions)
     if tree.draw == "sampled" and recipe.eval.temperature > 0:
         problems.append(
             "train.eval_replay: eval.tree.draw: sampled cannot be replayed: which tokens the drafter drew beside an "
@@ -98,14 +98,14 @@ class ValidationReplay:
 
     @classmethod
     def of(
-        cls, recipe: Recipe, rows: Sequence[TrainingRow], vocab: DraftVocab, fingerprint: str, stops: Sequence[int]
+        cls, recipe: Recipe, files: TargetFiles, rows: Sequence[TrainingRow], vocab: DraftVocab
     ) -> "ValidationReplay | None":
         """The replay that the recipe asks for; None: it asks for none. Raises UserError if eval.tree is unavailable."""
         answers, size, cut = answers_of(rows, recipe.train.eval_replay), recipe.eval.tree.vocab_size, None
         if not answers:
             return None
         if size is not None:
-            cut = cut_by_file(recipe.token_counts_path, fingerprint, vocab, size, stops)
+            cut = cut_by_file(recipe.token_counts_path, files.fingerprint, vocab, size, files.stop_ids)
         return cls(answers, policy_of(recipe.eval.tree), recipe.eval.replay_batch_size, cut)
 
     def share(
