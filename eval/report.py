@@ -1,7 +1,6 @@
 """Rebuild report.html and print the table from the files of an evaluation, without decoding.
 
     python eval/report.py recipes/demo.yaml
-    python eval/report.py recipes/demo.yaml eval.report_answers=40     # with more answers
     python eval/report.py recipes/demo.yaml --plan                     # what it would read and write
 
 Reads <eval.out>/acceptance.json and generations.jsonl, which eval/acceptance.py writes, and the metrics.jsonl beside

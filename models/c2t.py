@@ -28,9 +28,10 @@ from torch import nn
 from draftsmith.models.checkpoint import FILES, differences
 from draftsmith.recipes.errors import UserError, first_line, short
 from draftsmith.recipes.files.atomic import atomic_folder, written
-from draftsmith.recipes.schema import Positive, Size
+from draftsmith.recipes.schema import Size
 
 FEATURES = 3  # P, H, d
+ENTROPY_OVER = 1000  # the paper's M: number of likeliest tokens that H covers
 CLASSIFIER_FILES = (*FILES, "metrics.jsonl")
 
 
@@ -46,16 +47,15 @@ def entropy(log_probs: torch.Tensor, over: int | None = None) -> torch.Tensor:
     return -(log_probs.exp() * log_probs.clamp(min=-1000)).sum(-1)
 
 
-def node_features(values: torch.Tensor, log_probs: torch.Tensor, depth: int, entropy_over: int) -> torch.Tensor:
+def node_features(values: torch.Tensor, log_probs: torch.Tensor, depth: int) -> torch.Tensor:
     """[..., K, 3]: P, H and d of K candidates each.
 
     Args:
         values: [..., K] log of the candidates' joint probability.
         log_probs: [..., Vd] their parents' distributions.
         depth: of the candidates, as in `models.draft_tree`: a root's children have 1.
-        entropy_over: M.
     """
-    spread = entropy(log_probs, entropy_over)[..., None].expand_as(values)
+    spread = entropy(log_probs, ENTROPY_OVER)[..., None].expand_as(values)
     return torch.stack((values.exp(), spread, torch.full_like(values, depth - 1)), dim=-1)
 
 
@@ -65,10 +65,6 @@ class C2tConfig(BaseModel, frozen=True, extra="forbid", strict=True, use_attribu
     kind: Literal["c2t"] = "c2t"
     hidden: Size = 48
     """h."""
-    entropy_over: Size = 1000
-    """M, the number of likeliest tokens that H covers."""
-    negative_ratio: Positive | None = None
-    """Rejected rows per accepted one in training, which shifts the scale of C. None: unknown, or all of them."""
     drafter: dict[str, Any] = {}
     """The drafter of its training nodes (`contenders.Lineup.drafter_identity`). {}: unknown."""
 

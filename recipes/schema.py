@@ -210,8 +210,6 @@ class GeneratorSection(Section):
     drafter: str | None = None
     """A trained drafter, named as in eval.drafter, that speeds up the target's writing. The answers remain the
     target's: greedy ones token for token in float32, sampled ones in distribution. Only for kind transformers."""
-    draft_tokens: Size = 3
-    """Tokens that `drafter` proposes per forward pass of the target."""
     base_urls: list[str] = []
     """Servers for kind openai: [http://localhost:8000/v1, http://gpu2:8000/v1]."""
     served_model: str | None = None
@@ -239,8 +237,6 @@ class GeneratorSection(Section):
     @model_validator(mode="after")
     def _possible(self) -> "GeneratorSection":
         problems = normalised_urls(self.base_urls)[1] if self.kind == "openai" else []
-        if self.drafter is None and "draft_tokens" in self.meant:
-            problems.append("draft_tokens: needs a drafter: give one, or leave draft_tokens out")
         if self.drafter is not None and self.kind == "openai":
             problems.append(
                 "drafter: drafts in this process, and servers have settings of their own: leave it out of kind openai"
@@ -305,10 +301,6 @@ class RepromptSection(Section):
     """Pictures with captions or instructions, in the formats of data.prompts or as COCO's caption file."""
     folder: str | None = None
     """Folder that relative paths of pictures start from. Default: the folder of the source that names them."""
-    instructions: list[Text] = []
-    """Phrasings of the instruction, for pictures that come without one. Empty: our own."""
-    requests: list[Text] = []
-    """Phrasings of the request for a long answer, in which {words} becomes min_words. Empty: our own."""
     min_words: Count = 1000
     """Least number of words that the prompts ask for; the target may write fewer."""
     max_prompts: Count | None = None
@@ -411,9 +403,8 @@ class DrafterSection(Section):
     """EAGLE-3.1: an RMSNorm for each captured state before the fusion."""
     norm_output: bool = False
     """EAGLE-3.1: feed back the normed output, which the head also reads."""
-    init_head: Literal["random", "target", "target_with_norm"] = "random"
-    """Initial weights of EAGLE-3's head. `random`; `target`: the target's rows (for short runs), with ones in the norm
-    before it; `target_with_norm`: with the target's final norm there, too (which cost tau in docs/results.md)."""
+    init_head: Literal["random", "target"] = "random"
+    """Initial weights of EAGLE-3's head. `random`; `target`: the target's rows (for short runs)."""
     init_from: str | None = None
     """Trained drafter to start from, named as in eval.drafter: one of the same shape (its MLP may be narrower), or for
     poss and vispec a single drafter of the base. Every specialist then starts from that layer; vispec adds its adaptor
@@ -548,17 +539,13 @@ class TrainSection(Section):
     """Weight of the smooth L1 distance between the drafted and the target's feature. Default: 1 for eagle and for poss
     over it, else 0."""
     top_k_loss: PositiveOrZero = 0.0
-    """Weight of the cross-entropy over the target's `top_k_tokens` likeliest tokens (HASS: 1)."""
-    top_k_tokens: Size = 10
-    """Number of tokens in top_k_loss."""
+    """Weight of the cross-entropy over the target's 10 likeliest tokens (HASS: 1)."""
     token_objective: TokenObjective = "soft_ce"
     """The objective that `token_loss` weights (train/loss/losses.py): a distance between the drafter's and the target's
     distribution. Default: soft_ce, for vispec total_variation."""
     rank_loss: PositiveOrZero = 0.0
-    """Weight of ViSpec's ranking loss: the likelihood of the target's order of its `rank_tokens` likeliest tokens.
-    Default: 0.05 for vispec, else 0."""
-    rank_tokens: Size = 10
-    """Number of tokens in rank_loss."""
+    """Weight of ViSpec's ranking loss: the likelihood of the target's order of its 10 likeliest tokens. Default: 0.05
+    for vispec, else 0."""
     feature_noise: PositiveOrZero = 0.0
     """Width of the uniform noise on the target's features in the drafter's input, for rows of 512 tokens. Shorter rows
     get more, longer rows less. Default: 0 for eagle3 and what extends it, else 0.2."""
@@ -576,9 +563,6 @@ class TrainSection(Section):
     shard_target: bool = False
     """For targets too large for one device: shard the frozen target's layers over the processes, too, and gather them
     one at a time (DeepSpeed's ZeRO-3, with any zero_stage). A run of one process holds the whole target."""
-    attention: Literal["auto", "blocks"] = "auto"
-    """How the drafter's attention is computed. `auto`: with the device's fused kernel if it passes a trial, else as
-    with `blocks`. `blocks`: with plain matrix products, block by block."""
     gradient_checkpointing: bool = False
     """Recompute the drafter's layer in the backward pass: less memory, more time, same gradients."""
     seed: Seed = 0
@@ -625,8 +609,6 @@ class LabelSection(Section):
     """Children per expanded node, and width of the beam."""
     draft_calls: Depth = 11
     """Depth of the trees. top_k 10 and draft_calls 11 give 1,010 nodes below a root."""
-    entropy_over: Size = 1000
-    """Number of likeliest tokens in the entropy (the paper's M)."""
     batch_size: Size = 16
     """Answers processed side by side."""
     out: str | None = None
@@ -645,8 +627,6 @@ class ClassifierSection(Section):
     """File that data_gen/label_trees.py wrote. Default: <output_dir>/labelled_trees.safetensors."""
     hidden: Size = 48
     """Width of its one hidden layer. With init_from it is that one's."""
-    negative_ratio: Positive | None = 10.0
-    """Rejected rows kept for each accepted one. None: all. What a confidence threshold means depends on this ratio."""
     batch_size: Size = 1024
     """Rows per step."""
     learning_rate: Positive | None = None
@@ -1013,9 +993,6 @@ class PlannerSection(Section):
     SVIP and SVIP trees in two sizes or thresholds each."""
     seconds: Seconds = 60.0
     """Time to choose in. A first look at all candidates is always taken; the time left goes to the fastest ones."""
-    context: Count | None = None
-    """Number of committed tokens at which costs are measured. The timed rounds after them must also fit in the target's
-    positions. None: the mean over the recorded answers, or as much of it as fits."""
 
 
 class EvalSection(Section):
@@ -1062,12 +1039,8 @@ class EvalSection(Section):
     planner: PlannerSection = PlannerSection()
     also: list[ContenderSection] = []
     """Further rows of the table, measured on the same prompts in the same run, interleaved."""
-    bootstrap_samples: int = Field(default=2000, ge=100, le=100_000)
-    """Resamplings of the prompts for each 95 % interval."""
     seed: Seed = 0
     """Seed of the bootstrap and, if temperature is above 0, of the sampling."""
-    report_answers: CountOrZero = 12
-    """Answers shown token by token in report.html."""
     out: str | None = None
     """Folder for acceptance.json, generations.jsonl and report.html. Default: <output_dir>/eval. Replay writes to its
     subfolder `replay`."""

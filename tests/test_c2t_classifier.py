@@ -41,7 +41,7 @@ def test_entropy_of_certain_and_of_broken_distributions() -> None:
 
 
 def test_a_classifier_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    config = C2tConfig(hidden=7, entropy_over=50, negative_ratio=3.5, drafter={"target": {"hidden_size": 64}})
+    config = C2tConfig(hidden=7, drafter={"target": {"hidden_size": 64}})
     classifier = C2tClassifier(config)
     features = torch.rand(4, 5, 3)
     for _ in range(2):  # over an older one, too
@@ -89,7 +89,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another width": (lambda d: change_config(d, hidden=47), "hidden: 47.*size mismatch for hidden.weight"),
     "a huge width": (lambda d: change_config(d, hidden=1_000_000), "hidden: 1000000.*size mismatch"),
     "no width": (lambda d: change_config(d, hidden="48"), "not a C2T classifier's: hidden: "),
-    "no M": (lambda d: change_config(d, entropy_over=0), "not a C2T classifier's: entropy_over: "),
     "another key": (lambda d: change_config(d, layers=3), "not a C2T classifier's: layers: "),
     "missing tensor": (lambda d: change_weights(d, lambda t: t.pop("output.bias")), "Missing key.*output.bias"),
 }

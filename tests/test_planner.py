@@ -208,7 +208,6 @@ def recipe_path(run_dir: Path, target_dir: Path, tmp_path: Path) -> Path:
             "prompts": str(run_dir / "prompts.jsonl"),
             "max_new_tokens": 12,
             "out": str(tmp_path / "out"),
-            "bootstrap_samples": 100,
             "planner": {
                 "max_answers": 4,
                 "candidates": [
@@ -419,7 +418,6 @@ def test_answers_that_cannot_serve_are_refused_before_anything_is_loaded(
         (["data.conversations=nowhere.jsonl"], "eval.planner.answers: not given, and there are no conversations in"),
         (["eval.planner.candidates=[{nodes: 600}]"], "600 nodes"),
         (["--measure", "-1"], "--measure -1: .* or 0 for none"),
-        (["eval.planner.context=5000"], "eval.planner.context: 5,000 tokens, but the target has 512 positions.* to"),
         (["--measure", "1", "eval.prompts=null"], "--measure decodes eval.prompts, which is not given"),
         (["eval.drafter=nowhere"], "^(?!.*candidates).*no drafter here"),  # blamed on the drafter alone
         (["eval.temperature=1", "eval.acceptance={rule: lantern, delta: 0.4, k: 10}"], "predicts what exact"),

@@ -258,7 +258,6 @@ def test_a_thousand_problems_are_not_all_told(write):
         ("drafter.vocab_size=1000000000", "expected at most 1,000,000"),
         ("eval.tree.nodes=1000000000", "expected at most 1,000,000"),
         ("eval.tree.draft_calls=1000000", "expected at most 10,000"),
-        ("eval.bootstrap_samples=1000000000", "expected at most 100,000"),
         ("labels.top_k=10000", "expected at most 1,000"),
         ("train.seed=" + "[" * 5000, "nested too deeply"),
         ("eval.also." + "9" * 5000 + ".name=x", "`eval.also` is a list of 0"),

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from draftsmith.data_gen.states.answer_states import AnswerStates
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_size
+from draftsmith.eval.decoding.contenders import Contender, Lineup
 from draftsmith.eval.decoding.decode import Request, TargetVerifier, decode_stream
 from draftsmith.eval.decoding.proposers import check_drafter
 from draftsmith.eval.decoding.target_facts import TargetFacts
@@ -30,6 +30,7 @@ from draftsmith.recipes.schema import Recipe, TreeSection
 # Prompt tokens of one prefill, padding included. Bounds activations and padding. A CPU reads 1,024 at a time up to 1.8
 # times as fast as 8,192, as long as their activations fit its cache (docs/log.md, 2026-11-28).
 PREFILL_TOKENS, PREFILL_TOKENS_ON_CPU = 8192, 1024
+DRAFT_TOKENS = 3  # of data.generator.drafter, for each pass of the target
 
 Asked = tuple[Hashable, Sequence[int]]  # key, prompt
 
@@ -103,12 +104,12 @@ class Writer:
         self.states: AnswerStates | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe, settings: GenerationSettings) -> "Writer":
-        """The recipe's target, with data.generator.drafter if there is one."""
+    def of(cls, recipe: Recipe, settings: GenerationSettings, draft_tokens: int = DRAFT_TOKENS) -> "Writer":
+        """The recipe's target, with data.generator.drafter if there is one, which drafts chains of `draft_tokens`."""
         lineup = Lineup(recipe.target)
         if recipe.data.generator.drafter is None:
             return cls(lineup.target, settings)
-        contender = _contender(recipe)
+        contender = _contender(recipe, draft_tokens)
         return cls(lineup.target, settings, lineup.proposer(contender, settings.sampling), contender.rule)
 
     @torch.inference_mode()
@@ -161,7 +162,7 @@ class Writer:
 def check_generator_drafter(recipe: Recipe) -> None:
     """Checks data.generator.drafter before weights are loaded.
 
-    Raises UserError for a missing drafter, a drafter of another target, or chains longer than the target's context.
+    Raises UserError for a missing drafter or a drafter of another target.
     """
     contender = _contender(recipe)
     assert contender.drafter is not None
@@ -170,17 +171,10 @@ def check_generator_drafter(recipe: Recipe) -> None:
         check_drafter(target, contender.drafter)
     if problems:
         raise UserError(problems)
-    try:
-        check_size(contender.tree, target.positions)
-    except UserError:
-        raise UserError(
-            f"data.generator.draft_tokens: {recipe.data.generator.draft_tokens:,} tokens do not fit the target's "
-            f"{target.positions:,} positions; set it to less"
-        ) from None
 
 
-def _contender(recipe: Recipe) -> Contender:
+def _contender(recipe: Recipe, draft_tokens: int = DRAFT_TOKENS) -> Contender:
     generator = recipe.data.generator
     assert generator.drafter is not None
-    tree = TreeSection(policy="chain", nodes=1 + generator.draft_tokens)
+    tree = TreeSection(policy="chain", nodes=1 + draft_tokens)
     return Contender("", "drafter", tree, "data.generator", drafter=Path(generator.drafter))

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.data_gen.answers.conversation_log import ConversationLog, LogContent, not_done, read_log
 from draftsmith.data_gen.answers.generators import (
+    DRAFT_TOKENS,
     GeneratedAnswer,
     GenerationSettings,
     Writer,
@@ -132,7 +133,7 @@ def main(command: Command) -> int:
         if not writer.acceptance.lossless:  # these answers are not the target's own
             log.note("lossless", False)
         if drafter is not None:
-            log.note("drafted_by", {"drafter": drafter, "draft_tokens": recipe.data.generator.draft_tokens})
+            log.note("drafted_by", {"drafter": drafter, "draft_tokens": DRAFT_TOKENS})
         with contextlib.ExitStack() as held:
             if asked is not None:
                 fingerprint = generator["tokenizer_fingerprint"]
@@ -383,7 +384,7 @@ def print_regeneration_plan(
         how = f"{generator.concurrency} requests at a time over {len(generator.base_urls)} servers"
     plan.line("target", f"{recipe.target.model}, {sampling}, {how}")
     if generator.drafter is not None:
-        plan.line("drafter", f"{generator.drafter}, {generator.draft_tokens} tokens for each pass of the target")
+        plan.line("drafter", f"{generator.drafter}, {DRAFT_TOKENS} tokens for each pass of the target")
     prompts = first_prompts(tokenizer, todo)
     mean = f"; first prompts of {sum(prompts) / len(prompts):.0f} tokens" if prompts else ""
     plan.line("to do", f"{count:,} conversations, {answers:,} answers{mean}", "counted")

@@ -54,6 +54,7 @@ import numpy as np
 
 from draftsmith.eval.decoding.decode import Generation
 
+BOOTSTRAP_SAMPLES = 2000  # resamplings of the prompts for each interval
 INTERVAL = (2.5, 97.5)  # percentiles of the bootstrap: 95 %
 CHUNK = 200  # resamplings multiplied at a time: their counts are floats then
 # Columns of the sums. The last two are per conversation, the others per turn.

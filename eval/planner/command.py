@@ -97,9 +97,7 @@ def print_planner_plan(
 ) -> None:
     print(f"candidates   {len(contenders)}: {'; '.join(contender.name for contender in contenders)}")
     print(f"replays      {len(answers)} answers, {answer_tokens(answers):,} tokens, from {recording.path}")
-    print(
-        f"measures     the costs of a round at {recipe.eval.planner.context or mean_context(answers)} tokens of context"
-    )
+    print(f"measures     the costs of a round at {mean_context(answers)} tokens of context")
     if most:
         print(f"decodes      {prompts} prompts plainly and by the best {min(most, len(contenders))} candidates")
     print(f"time         about {recipe.eval.planner.seconds:g} s; more if a first look at all candidates takes longer")

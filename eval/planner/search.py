@@ -16,7 +16,7 @@ from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contend
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, decode_all
-from draftsmith.eval.measured.metrics import summarise, summarise_all
+from draftsmith.eval.measured.metrics import BOOTSTRAP_SAMPLES, summarise, summarise_all
 from draftsmith.eval.planner.cost_model import Costs, predicted
 from draftsmith.eval.planner.measuring import keep_known, measure_costs, read_known, room_for
 from draftsmith.eval.recorded.answers import (
@@ -171,7 +171,7 @@ def planner_answers(recipe: Recipe, trees: Sequence[TreeSection]) -> tuple[Recor
         trees: their costs will be measured.
 
     Raises:
-        UserError: no answers, or another target's; eval.planner.context exceeds the target's positions.
+        UserError: no answers, or another target's; trees too deep for the target's positions.
     """
     section, most = recipe.eval.planner, recipe.eval.planner.max_answers
     path = answers_or_conversations(section.answers, recipe, "eval.planner.answers")
@@ -179,13 +179,7 @@ def planner_answers(recipe: Recipe, trees: Sequence[TreeSection]) -> tuple[Recor
         recording = read_answers(path, only=None if section.answers else kept_for_validation(path, most, of=1))
         target = TargetFacts.read(recipe.target)
         check_answers_before_loading(recording, target)
-        room = room_for(target.positions, trees)
-        if section.context is not None and section.context > room:
-            raise UserError(
-                f"eval.planner.context: {section.context:,} tokens, but the target has {target.positions:,} positions, "
-                f"and the rounds that are timed behind the context take {target.positions - room:,} of them; set it to "
-                f"{room:,} or less"
-            )
+        room_for(target.positions, trees)  # checks that there is some
         answers = with_rounds(recording.of(PLAIN, PLAIN), path, "eval.planner.answers")
         if len(answers) > most:
             answers = [answers[i * len(answers) // most] for i in range(most)]
@@ -252,7 +246,7 @@ def make_plan(
             # A look alone says too little. Half of the time that is left is for measuring.
             deadline = max(deadline, time.monotonic() + section.planner.seconds / 3)
             costs = _costs(lineup, recipe, contenders, rounds, answers, (time.monotonic() + deadline) / 2)
-        rows = ranked(costs, contenders, rounds, seen, section.bootstrap_samples, section.seed)
+        rows = ranked(costs, contenders, rounds, seen, section.seed)
         best = rows[0].speedup
         kept = [
             row.contender for i, row in enumerate(rows[: len(kept)]) if i < SHOWN_ROWS or row.speedup > CLOSE * best
@@ -279,7 +273,7 @@ def _costs(
         rounds: of each contender. C2T's trees are as large as its classifier allows.
     """
     sampling, path = Sampling.of(recipe.eval), recipe.planner_costs_path
-    context = recipe.eval.planner.context or mean_context(answers)
+    context = mean_context(answers)
     key = _depend_on(lineup, recipe, contenders[0], context)
     known = read_known(path, key)
     before = len(known)
@@ -331,7 +325,6 @@ def ranked(
     contenders: Sequence[Contender],
     rounds: dict[str, list[Generation]],
     answers: Sequence[RecordedAnswer],
-    bootstrap_samples: int,
     seed: int,
 ) -> list[Row]:
     """Predictions, the fastest first; ties keep the given order. Contenders with fewer rounds come last.
@@ -343,7 +336,7 @@ def ranked(
     rows = []
     for contender in contenders:
         expected = predicted(costs, contender.tree, rounds[contender.name])
-        numbers = summarise(expected, plain[: len(expected)], bootstrap_samples, seed, sampled=True)
+        numbers = summarise(expected, plain[: len(expected)], BOOTSTRAP_SAMPLES, seed, sampled=True)
         rows.append(Row(contender, expected, numbers))
     return sorted(rows, key=lambda row: (-len(row.rounds), -row.speedup))
 
@@ -353,7 +346,7 @@ def measure(lineup: Lineup, recipe: Recipe, plan: Plan, most: int, asked: list[Q
     rows = plan.rows[:most]
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         results = decode_all(lineup, recipe, [row.contender for row in rows], asked, nowhere, rejects)
-    settings = recipe.eval.bootstrap_samples, recipe.eval.seed
+    settings = BOOTSTRAP_SAMPLES, recipe.eval.seed
     measured = summarise_all(results, PLAIN, *settings, sampled=recipe.eval.temperature > 0)["contenders"]
     for row in rows:
         row.measured = measured[row.name]

@@ -52,7 +52,7 @@ _IRRELEVANT = {
     "target": {"device"},
     "data": {"capture", "states", "ranking", "reprompt", "sam"},
     "generator": {
-        *("batch_size", "concurrency", "timeout_seconds", "base_urls", "api_key_env", "drafter", "draft_tokens"),
+        *("batch_size", "concurrency", "timeout_seconds", "base_urls", "api_key_env", "drafter"),
     },
     "train": {"trackers", "resume", "log_every_steps", "save_every_steps", "keep_checkpoints"},
 }

@@ -17,7 +17,7 @@ from draftsmith.recipes.schema import Recipe
 # Instead of gradient_accumulation_steps "micro-batches a step" is compared.
 MAY_CHANGE = {
     "max_steps", "epochs", "resume", "save_every_steps", "keep_checkpoints", "log_every_steps", "validate_every_steps",
-    "eval_replay", "keep_best", "trackers", "gradient_checkpointing", "attention", "gradient_accumulation_steps",
+    "eval_replay", "keep_best", "trackers", "gradient_checkpointing", "gradient_accumulation_steps",
     "zero_stage", "offload_optimizer", "shard_target", "max_skipped_steps", "packing",
 }  # fmt: skip
 
