@@ -108,7 +108,7 @@ def test_recall_selects_the_epoch_then_the_lower_positive_rate(monkeypatch: pyte
     scripted = [(0.5, 0.01), (0.9, 0.3), (0.9, 0.2), (0.9, 0.2), (0.8, 0.01), (0.9, 0.25)]
     weights = []
 
-    def validated(classifier: C2tClassifier, trees: Trees, section: ClassifierSection) -> dict[str, float]:
+    def validated(classifier: C2tClassifier, trees: Trees) -> dict[str, float]:
         recall, positive_rate = scripted[len(weights)]
         weights.append({name: tensor.clone() for name, tensor in classifier.state_dict().items()})
         return {"validation_loss": 1.0, "recall": recall, "positive_rate": positive_rate, "precision": 0.0}
