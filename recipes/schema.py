@@ -879,52 +879,11 @@ class AcceptanceSection(Section):
         return self
 
 
-def check_beside(acceptance: AcceptanceSection | None, tree: TreeSection) -> None:
-    """Raises ValueError if a tree cannot be chosen for an acceptance rule."""
-    if acceptance is not None and tree.policy == "auto":
-        raise ValueError("policy auto predicts what exact acceptance takes: name a policy beside acceptance")
-
-
-def with_papers_tree(values: Any) -> Any:
-    """A row's values, missing keys of the trees of proposers sam (arXiv 2411.10666) and hierarchy (arXiv 2505.22179)
-    filled with their papers'."""
-    if not isinstance(values, dict) or values.get("proposer") not in ("sam", "hierarchy"):
-        return values
-    tree = values.get("tree") or {}
-    possible = ("eagle2", "chain") if values["proposer"] == "sam" else ("eagle2",)
-    if not isinstance(tree, dict) or tree.get("policy", "eagle2") not in possible:
-        return values  # validation reports it
-    if values["proposer"] == "hierarchy":
-        return {**values, "tree": {"nodes": 30, "draft_calls": 3} | tree}
-    nodes = tree.get("nodes", 60)
-    defaults: dict[str, Any] = {} if "draft_calls" in tree and tree.get("policy") == "chain" else {"nodes": 60}
-    if tree.get("policy") != "chain" and isinstance(nodes, int):
-        defaults |= {"draft_calls": nodes - 1, "top_k": 8}
-    return {**values, "tree": defaults | tree}
-
-
-def check_sam_settings(
-    proposer: ProposerName, tree: TreeSection, sam: SamSection | None, router: RouterSection | None
-) -> None:
-    """Raises ValueError if a row's SAM-Decoding, alone or beside a proposer, cannot be."""
-    if proposer == "sam" and (tree.policy not in ("eagle2", "chain") or tree.draw == "sampled"):
-        raise ValueError("sam copies tokens: its tree is of policy eagle2 or chain, without draw")
-    if proposer == "sam" and tree.vocab_size is not None:
-        raise ValueError("sam has no vocabulary to cut: leave tree.vocab_size out")
-    if sam is not None and proposer != "sam":
-        raise ValueError(f"sam is for proposer sam, not {proposer}; beside it, sam is set under router")
-    if router is not None and proposer == "sam":
-        raise ValueError("router puts sam beside another proposer: leave it out, or name that proposer")
-    if router is not None and router.fuse and tree.draw == "sampled":
-        raise ValueError(
-            "router.fuse: drawn tokens cannot get siblings that were not drawn and stay lossless; leave tree.draw or "
-            "router.fuse out"
-        )
-
-
 class ContenderSection(Section):
-    name: str
-    """Its row in the table."""
+    """What drafts for the target, and how: a row of the table."""
+
+    name: Text | None = None
+    """Its name in the table. None: what drafts, and the tree."""
     proposer: ProposerName = "drafter"
     """The trained drafter, prompt lookup (copies the tokens that followed the last n-gram earlier in the text), a small
     causal LM with the target's tokenizer, SAM-Decoding (copies what followed the longest known end of the text), or a
@@ -938,46 +897,79 @@ class ContenderSection(Section):
     """For a hierarchy: length at which its chain ends; it may exceed this by at most tree.draft_calls. Default: 6. Its
     tree has 30 nodes in 3 draft calls by default."""
     quantization: Precision = None
-    """Precision of the target in this row. Plain decoding in that precision then gets its own row."""
+    """Precision of the target for this contender. Plain decoding in that precision then gets its own row."""
     sam: SamSection | None = None
     """Settings of proposer sam. Its trees are of policy eagle2 (grown from a corpus's continuations; by default 60
     nodes of any depth, top_k 8) or chain."""
     router: RouterSection | None = None
     """SAM-Decoding beside the proposer. None: the proposer alone."""
     acceptance: AcceptanceSection | None = None
-    """A relaxed acceptance rule. None: the lossless one, whatever eval.acceptance says."""
+    """A relaxed acceptance rule. None: the lossless one."""
     tree: TreeSection = TreeSection()
 
-    _papers_tree = model_validator(mode="before")(with_papers_tree)
+    @model_validator(mode="before")
+    @classmethod
+    def _published_tree_defaults(cls, values: Any) -> Any:
+        """Fills missing keys of the trees of sam (arXiv 2411.10666) and hierarchy (arXiv 2505.22179) with their
+        papers'."""
+        if not isinstance(values, dict) or values.get("proposer") not in ("sam", "hierarchy"):
+            return values
+        tree = values.get("tree") or {}
+        possible = ("eagle2", "chain") if values["proposer"] == "sam" else ("eagle2",)
+        if not isinstance(tree, dict) or tree.get("policy", "eagle2") not in possible:
+            return values  # validation reports it
+        if values["proposer"] == "hierarchy":
+            return {**values, "tree": {"nodes": 30, "draft_calls": 3} | tree}
+        nodes = tree.get("nodes", 60)
+        defaults: dict[str, Any] = {} if "draft_calls" in tree and tree.get("policy") == "chain" else {"nodes": 60}
+        if tree.get("policy") != "chain" and isinstance(nodes, int):
+            defaults |= {"draft_calls": nodes - 1, "top_k": 8}
+        return {**values, "tree": defaults | tree}
 
     @model_validator(mode="after")
-    def _plannable(self) -> Self:
-        if self.quantization is not None and self.tree.policy == "auto":
+    def _refuse_auto_tree(self) -> Self:
+        if self.tree.policy == "auto" and self.quantization is not None:
             raise ValueError("policy auto plans for the recipe's own target: name a policy beside quantization")
-        check_beside(self.acceptance, self.tree)
+        if self.tree.policy == "auto" and self.acceptance is not None:
+            raise ValueError("policy auto predicts what exact acceptance takes: name a policy beside acceptance")
         return self
 
     @model_validator(mode="after")
-    def _drafts_what_it_can(self) -> "ContenderSection":
-        if self.min_draft_length is not None and self.proposer != "hierarchy":
-            raise ValueError(f"min_draft_length is for proposer hierarchy, not {self.proposer}")
-        if self.proposer == "hierarchy" and (self.tree.policy in ("auto", "c2t") or self.tree.draw == "sampled"):
+    def _check_tree(self) -> Self:
+        """Refuses trees that the proposer cannot draft, and keys that are another proposer's."""
+        proposer, tree, router = self.proposer, self.tree, self.router
+        if self.min_draft_length is not None and proposer != "hierarchy":
+            raise ValueError(f"min_draft_length is for proposer hierarchy, not {proposer}")
+        if proposer == "hierarchy" and (tree.policy in ("auto", "c2t") or tree.draw == "sampled"):
             raise ValueError(
                 "a hierarchy's drafter drafts ranked trees for its small model: name a policy other than auto and c2t, "
                 "and leave draw out"
             )
-        check_sam_settings(self.proposer, self.tree, self.sam, self.router)
-        if self.proposer == "prompt_lookup" and self.tree.policy != "chain":
+        if proposer == "sam" and (tree.policy not in ("eagle2", "chain") or tree.draw == "sampled"):
+            raise ValueError("sam copies tokens: its tree is of policy eagle2 or chain, without draw")
+        if proposer == "prompt_lookup" and tree.policy != "chain":
             raise ValueError("prompt lookup drafts chains: say tree: {policy: chain, nodes: 11}")
-        if self.proposer == "prompt_lookup" and self.tree.draw == "sampled":
+        if proposer == "prompt_lookup" and tree.draw == "sampled":
             raise ValueError("prompt lookup copies tokens and draws none: leave tree.draw out")
-        if self.proposer == "prompt_lookup" and self.tree.vocab_size is not None:
-            raise ValueError("prompt lookup has no vocabulary to cut: leave tree.vocab_size out")
-        if self.proposer not in ("drafter", "hierarchy") and self.drafter is not None:
-            raise ValueError(f"drafter is for proposers drafter and hierarchy, not {self.proposer}")
-        if (self.proposer in ("causal_lm", "hierarchy")) != (self.draft_model is not None):
+        if proposer in ("sam", "prompt_lookup") and tree.vocab_size is not None:
+            raise ValueError(f"{proposer} has no vocabulary to cut: leave tree.vocab_size out")
+        if self.sam is not None and proposer != "sam":
+            raise ValueError(f"sam is for proposer sam, not {proposer}; beside it, sam is set under router")
+        if router is not None and proposer == "sam":
+            raise ValueError("router puts sam beside another proposer: leave it out, or name that proposer")
+        if router is not None and router.fuse and tree.draw == "sampled":
+            raise ValueError(
+                "router.fuse: drawn tokens cannot get siblings that were not drawn and stay lossless; leave tree.draw "
+                "or router.fuse out"
+            )
+        if (proposer in ("causal_lm", "hierarchy")) != (self.draft_model is not None):
             raise ValueError("draft_model goes with proposer causal_lm or hierarchy: give both or neither")
         return self
+
+    @property
+    def drafts_by_drafter(self) -> bool:
+        """Whether it drafts by a trained drafter."""
+        return self.proposer in ("drafter", "hierarchy")
 
 
 class PlannerSection(Section):
@@ -995,7 +987,9 @@ class PlannerSection(Section):
     """Time to choose in. A first look at all candidates is always taken; the time left goes to the fastest ones."""
 
 
-class EvalSection(Section):
+class EvalSection(ContenderSection):
+    """The main contender, and what is the same for all."""
+
     drafter: str | None = None
     """Directory of the drafter, or its Hub id (USER/NAME, or USER/NAME@REVISION). Drafters of other projects
     (docs/serving.md) are imported once, into <output_dir>/imported. Default: <output_dir>/drafter."""
@@ -1027,31 +1021,30 @@ class EvalSection(Section):
     token_counts: str | None = None
     """Token counts that tree.vocab_size ranks by. Default: <output_dir>/token_counts.safetensors, written by
     data_gen/rank_vocab.py."""
-    proposer: Literal["drafter", "sam"] = "drafter"
-    """Who drafts in the recipe's own row of the table: the trained drafter, or SAM-Decoding alone."""
-    tree: TreeSection = TreeSection()
-    sam: SamSection | None = None
-    """Settings of proposer sam. For its trees, see `also`."""
-    router: RouterSection | None = None
-    """SAM-Decoding beside the drafter. None: the drafter alone."""
-    acceptance: AcceptanceSection | None = None
-    """A relaxed acceptance rule. None: the lossless one."""
     planner: PlannerSection = PlannerSection()
     also: list[ContenderSection] = []
-    """Further rows of the table, measured on the same prompts in the same run, interleaved."""
+    """Further contenders, measured on the same prompts in the same run, interleaved."""
     seed: Seed = 0
     """Seed of the bootstrap and, if temperature is above 0, of the sampling."""
     out: str | None = None
     """Folder for acceptance.json, generations.jsonl and report.html. Default: <output_dir>/eval. Replay writes to its
     subfolder `replay`."""
 
-    _papers_tree = model_validator(mode="before")(with_papers_tree)
-
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        check_sam_settings(self.proposer, self.tree, self.sam, self.router)
-        check_beside(self.acceptance, self.tree)
+    def _drafters_are_used(self) -> Self:
+        problems = [
+            f"also.{i}.drafter: is for proposers drafter and hierarchy, not {each.proposer}"
+            for i, each in enumerate(self.also)
+            if each.drafter is not None and not each.drafts_by_drafter
+        ]
+        if problems:
+            raise ImpossibleSettings(problems)
         return self
+
+    @property
+    def contenders(self) -> list[ContenderSection]:
+        """All of them, the main one first."""
+        return [self, *self.also]
 
 
 class ExportSection(Section):
@@ -1205,8 +1198,8 @@ class Recipe(Section):
             )
         if not (train.token_loss or train.feature_loss or train.top_k_loss or train.rank_loss):
             problems.append(
-                "train.token_loss: 0, as are feature_loss, top_k_loss and rank_loss: nothing would be learnt; give one "
-                "a weight"
+                "train.token_loss: all loss weights are 0 (token_loss, feature_loss, top_k_loss, rank_loss): set one "
+                "above 0"
             )
         if isinstance(train.step_weight, list) and (
             len(train.step_weight) != train.ttt_steps or not any(train.step_weight)
@@ -1291,15 +1284,14 @@ class Recipe(Section):
     @property
     def static_sams(self) -> list[Path]:
         """The sorted corpora that contenders look in."""
-        sections = [each for row in (self.eval, *self.eval.also) for each in (row.sam, row.router)]
+        sections = [each for contender in self.eval.contenders for each in (contender.sam, contender.router)]
         return [Path(section.static) for section in sections if section is not None and section.static is not None]
 
     @property
     def measures_drafter(self) -> bool:
         """Whether a contender drafts by eval.drafter."""
-        if self.eval.proposer == "drafter":
-            return True
-        return any(row.proposer in ("drafter", "hierarchy") and row.drafter is None for row in self.eval.also)
+        others = any(each.drafts_by_drafter and each.drafter is None for each in self.eval.also)
+        return others or self.eval.drafts_by_drafter
 
     @property
     def drafter_dir(self) -> Path:

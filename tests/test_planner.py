@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, contenders_of, main_contender, named
+from draftsmith.eval.decoding.contenders import Contender, Lineup, contenders_of, main_contender
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.evaluation import evaluate_by_decoding
 from draftsmith.eval.plan import main as plan_main
@@ -23,7 +23,7 @@ from draftsmith.eval.planner import search as planner
 from draftsmith.eval.planner.command import print_choice, recipe_keys
 from draftsmith.eval.planner.cost_model import Costs, Curve, family
 from draftsmith.eval.planner.measuring import SETTLING
-from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, candidates_of, planner_answers, ranked
+from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, as_yaml, candidates_of, planner_answers, ranked
 from draftsmith.eval.recorded.answers import RecordedAnswer, Recording
 from draftsmith.eval.recorded.replay import replay_all
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
@@ -83,7 +83,7 @@ def replayed() -> tuple[list[Contender], dict[str, list[Generation]], list[Recor
         for n, d in itertools.product((8, 16, 32), (2, 4, 7))
         if n <= 5 + (d - 1) * 16
     ]
-    contenders = named([Contender("", "drafter", tree, "test", "eagle3") for tree in trees])
+    contenders = [Contender(as_yaml(tree), "drafter", tree, "test", "eagle3") for tree in trees]
     answers = recorded(target)
     proposers: dict[str, Proposer] = {c.name: proposer_of(target, drafter, c.tree) for c in contenders}
     return contenders, replay_all(target, proposers, answers, 4), answers

@@ -49,7 +49,6 @@ def test_all_problems_at_once(write):
         (":10:", "`train.max_grad_norm`: expected a finite number, given the number inf"),
         (":11:", "`train.trackers`: expected a list, given the text 'wandb'"),
         ("override 'train.nothing=1'", "unknown key `train.nothing`"),
-        (":14:", "`eval.also.0.name` is missing"),
         (":15:", "`eval.also.0.tree.nodes`: expected at least 2, given the number 1"),
         (":2:", "`target.model`: no such directory: ./missing"),
         (":5:", "`data.prompts.0`: no such file: missing.jsonl"),

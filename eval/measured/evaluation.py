@@ -27,8 +27,8 @@ from draftsmith.eval.page.files import (
     write_acceptance,
     write_report,
 )
-from draftsmith.eval.planner.command import choose_tree, recipe_keys
-from draftsmith.eval.planner.search import candidates_of, prepared
+from draftsmith.eval.planner.command import choose_tree
+from draftsmith.eval.planner.search import candidates_of, prepared, recipe_keys
 from draftsmith.eval.recorded.replay import Agreement
 from draftsmith.eval.recorded.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
 from draftsmith.models.chat import decode_answer, load_config, load_tokenizer

@@ -3,9 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -17,11 +15,13 @@ from draftsmith.eval.page.summary import interval_text
 from draftsmith.eval.planner.search import (
     SHOWN_ROWS,
     Plan,
+    as_yaml,
     candidates_of,
     make_plan,
     mean_context,
     measure,
     prepared,
+    recipe_keys,
     sampling_note,
 )
 from draftsmith.eval.recorded.answers import RecordedAnswer, Recording, answer_tokens
@@ -156,13 +156,7 @@ def print_choice(plan: Plan) -> None:
             f"{first.seconds / plan.costs.plain:.2f} rounds of plain decoding ({shares['draft']:.0%} drafting, "
             f"{shares['verify']:.0%} verifying): {first.speedup:.2f} times as fast."
         )
-    line = yaml.safe_dump(recipe_keys(first.tree), default_flow_style=True, sort_keys=False, width=10_000)
-    print(f"In the recipe:\n\neval:\n  tree: {line}")
-
-
-def recipe_keys(tree: TreeSection) -> dict[str, Any]:
-    """The keys that define the tree in a recipe."""
-    return tree.model_dump(mode="json", include={"policy", *tree.meant})
+    print(f"In the recipe:\n\neval:\n  tree: {{{as_yaml(first.tree)}}}\n")
 
 
 # What is written.

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, named
+import yaml
+
+from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, decode_all
@@ -137,6 +139,16 @@ def candidates_of(recipe: Recipe, asked: TreeSection | None = None) -> list[Tree
     return [tree.model_copy(update={"vocab_size": tree.vocab_size or cut_to}) if cut_to else tree for tree in trees]
 
 
+def recipe_keys(tree: TreeSection) -> dict[str, Any]:
+    """The keys that define the tree in a recipe."""
+    return tree.model_dump(mode="json", include={"policy", *tree.meant})
+
+
+def as_yaml(tree: TreeSection) -> str:
+    """These keys as a recipe writes them; a candidate's name."""
+    return yaml.safe_dump(recipe_keys(tree), default_flow_style=True, sort_keys=False, width=10_000).strip("{}\n")
+
+
 def prepared(
     recipe: Recipe, base: Contender, trees: Sequence[TreeSection], plan: bool = False
 ) -> tuple[list[Contender], Recording, list[RecordedAnswer]]:
@@ -148,7 +160,10 @@ def prepared(
     # First without the trees, so that the drafter's faults are named once.
     check_contenders(recipe, [_with_tree(recipe, base, TreeSection(policy="auto"), base.place)], plan)
     places = (f"eval.planner.candidates.{i}" for i in range(len(trees)))
-    contenders = named([_with_tree(recipe, base, tree, place) for tree, place in zip(trees, places, strict=True)])
+    contenders = [
+        replace(_with_tree(recipe, base, tree, place), name=as_yaml(tree))
+        for tree, place in zip(trees, places, strict=True)
+    ]
     check_contenders(recipe, contenders, plan)
     return contenders, *planner_answers(recipe, trees)
 

@@ -81,10 +81,10 @@ def yet_to_import(recipe: Recipe, drafter: str | Path | None) -> bool:
 
 def with_measured_drafters(recipe: Recipe, plan: bool) -> Recipe:
     """For measuring: eval.drafter, and the drafters under eval.also. Raises UserError with all problems."""
-    names = {f"eval.also.{i}.drafter": rival.drafter for i, rival in enumerate(recipe.eval.also)}
-    main, *rivals = _own({"eval.drafter": recipe.eval.drafter, **names}, recipe, plan)
+    names = {f"eval.also.{i}.drafter": contender.drafter for i, contender in enumerate(recipe.eval.also)}
+    main, *others = _own({"eval.drafter": recipe.eval.drafter, **names}, recipe, plan)
     also = [
-        section.model_copy(update={"drafter": name}) for section, name in zip(recipe.eval.also, rivals, strict=True)
+        section.model_copy(update={"drafter": name}) for section, name in zip(recipe.eval.also, others, strict=True)
     ]
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"drafter": main, "also": also})})
 
