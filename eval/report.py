@@ -8,12 +8,12 @@ the drafter if there is one. `eval.measured.metrics` defines the numbers.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.inputs import need
+from draftsmith.recipes.command.inputs import require_files
 
 
 def main() -> None:
     command = parse_command(__doc__)
-    need(("eval.out", command.recipe.eval_out / "acceptance.json", "evaluate"))
+    require_files(("eval.out", command.recipe.eval_out / "acceptance.json", "evaluate"))
     from draftsmith.eval.page import files as report_files
 
     report_files.main(command)

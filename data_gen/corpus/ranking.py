@@ -28,7 +28,7 @@ from draftsmith.models.vocab import (
     save_token_counts,
 )
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import conversations
+from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collected
@@ -62,7 +62,7 @@ def print_ranking_plan(recipe: Recipe, size: int, vocab_size: int) -> None:
     sources = recipe.data.ranking.sources
     with PlanLines() as plan:
         if not sources or ANSWERS in {source.source for source in sources}:
-            plan.reads(conversations(recipe))
+            plan.reads(made_by("regenerate", recipe))
         for source in sources:
             most = f", {source.max_documents:,} documents at most" if source.max_documents else ""
             plan.line("counts", f"{source.source}{most}; weight {source.weight:g}")

@@ -32,7 +32,7 @@ from draftsmith.models.checkpoint import config_identity, target_identity
 from draftsmith.models.costs import free_bytes, gigabytes, torch_dtype
 from draftsmith.models.quantize import target_changes
 from draftsmith.models.target import Target, checked_capture_layers
-from draftsmith.recipes.command.inputs import conversations
+from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -216,7 +216,7 @@ def plan_before_regeneration(plan: PlanLines, recipe: Recipe) -> None:
     if note := bounded_rows(recipe):
         print(note)
     longest, asked = longest_row(recipe), Asked.of(recipe, tokenizer_fingerprint(load_tokenizer(recipe.target)))
-    plan.reads(conversations(recipe))
+    plan.reads(made_by("regenerate", recipe))
     plan.line("rows", "unknown until regenerate has run")
     plan.line("states", f"{list(asked.layers)}{' and the last' * asked.shape.has_last}, {recipe.data.capture.dtype}")
     rows, free = recipe.data.max_prompts or 1, gigabytes(free_bytes(recipe.states_dir))
@@ -232,7 +232,7 @@ def plan_capture(
     tokens = sum(stored_tokens(row, shape.picture_states) for row in rows)
     taught = sum(taught_tokens(row.spans) for row in rows)
     last = f"the last of {taught:,} ({taught / tokens:.0%})" if shape.has_last else "which also teaches"
-    plan.reads(conversations(job.recipe))
+    plan.reads(made_by("regenerate", job.recipe))
     plan.line("rows", f"{len(rows):,}, {sum(map(length_of, rows)):,} tokens, of training and validation", "counted")
     plan.line("states", f"{list(job.layers)} of {tokens:,} tokens, {last}, in {job.recipe.data.capture.dtype}")
     if pictures := inserts_of(rows):

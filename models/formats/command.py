@@ -22,7 +22,7 @@ from draftsmith.models.formats.exporting import (
 )
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import drafter, need
+from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import written
@@ -107,7 +107,7 @@ def _places(command: Command, recipe: Recipe | None, engine: ServingEngine) -> t
         run = directory.parent
         return directory, run / "eval" / "acceptance.json", command.out or run / "export" / engine.name
     if not command.plan:
-        need(drafter(recipe))
+        require_files(made_by("train", recipe))
     return recipe.drafter_dir, recipe.eval_out / "acceptance.json", command.out or recipe.export_dir(engine.name)
 
 

@@ -12,6 +12,7 @@ exact: arithmetic over the recipe and the target's config; counted: in the files
 from pathlib import Path
 from types import TracebackType
 
+from draftsmith.recipes.command.inputs import Input
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import written
 
@@ -38,11 +39,8 @@ class PlanLines:
     def line(self, label: str, text: str, basis: str = "") -> None:
         print(f"{label:<14} {text}" + f"  [{basis}]" * bool(basis))
 
-    def reads(self, *inputs: tuple[str, Path, str]) -> None:
-        """
-        Args:
-            inputs: files of other commands, as `recipes.command.inputs` names them.
-        """
+    def reads(self, *inputs: Input) -> None:
+        """Files of other commands."""
         for _, path, command in inputs:
             self.line("reads", str(path), "there" if written(path).exists() else f"`draftsmith {command}` writes it")
 

@@ -26,7 +26,7 @@ from draftsmith.models.costs import (
     target_size,
 )
 from draftsmith.models.target import check_precision
-from draftsmith.recipes.command.inputs import conversations, draft_vocab
+from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.errors import UserError, collected
@@ -74,8 +74,8 @@ def _read(plan: PlanLines, recipe: Recipe, tokenizer: Any, processes: int) -> Pl
     config = load_config(section)
     text_config = config.get_text_config()
     shape = shape_of_run(recipe, config)
-    states = [("data.states", recipe.states_dir / "manifest.json", "capture")] * (recipe.data.states is not None)
-    plan.reads(conversations(recipe), draft_vocab(recipe), *states)
+    states = [made_by("capture", recipe)] * (recipe.data.states is not None)
+    plan.reads(made_by("regenerate", recipe), made_by("rank-vocab", recipe), *states)
     vocab, store, rejects = None, None, Rejects()
     rows, validation_rows = list[TrainingRow](), list[TrainingRow]()
     with collected(plan.problems):
