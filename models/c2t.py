@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from draftsmith.models.checkpoint import FILES, differences
-from draftsmith.recipes.errors import UserError, first_line, short
-from draftsmith.recipes.files.atomic import atomic_folder, written
+from draftsmith.recipes.errors import UserError, first_line, quoted
+from draftsmith.recipes.files.atomic import atomic_folder, current_folder
 from draftsmith.recipes.schema import Size
 
 FEATURES = 3  # P, H, d
@@ -104,7 +104,7 @@ class C2tClassifier(nn.Module):
     def load(directory: str | Path) -> "C2tClassifier":
         """The classifier in `directory`, in evaluation mode on the CPU. Raises UserError: none there, or damaged."""
         config = read_c2t_config(directory)
-        weights = written(Path(directory)) / "model.safetensors"
+        weights = current_folder(Path(directory)) / "model.safetensors"
         with torch.device("meta"):
             classifier = C2tClassifier(config)
         try:
@@ -119,7 +119,7 @@ class C2tClassifier(nn.Module):
 
 def read_c2t_config(directory: str | Path) -> C2tConfig:
     """A classifier's config.json. Raises UserError: no classifier there, or another kind of file."""
-    path = written(Path(directory)) / "config.json"
+    path = current_folder(Path(directory)) / "config.json"
     try:
         return C2tConfig.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def check_made_for(directory: str | Path, here: dict[str, Any]) -> None:
     """
     known = read_c2t_config(directory).drafter
     different = [
-        f"{key}: {short(theirs, 18)} there, {short(mine, 18)} here"
+        f"{key}: {quoted(theirs, 18)} there, {quoted(mine, 18)} here"
         for key, theirs, mine in differences(known, here)
         if known and not key.endswith((".model", ".revision"))
     ]

@@ -22,7 +22,7 @@ from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.picture_prompts import PictureProcessor, in_parts
 from draftsmith.models.prompt import Prompt, RenderError
 from draftsmith.models.vision import is_vision_language
-from draftsmith.recipes.errors import UserError, first_line, short
+from draftsmith.recipes.errors import UserError, first_line, quoted
 from draftsmith.recipes.files.hub import check_model
 from draftsmith.recipes.prompts.picture_parts import pictures_of
 from draftsmith.recipes.schema import TargetSection
@@ -226,7 +226,7 @@ def load_generation_config(target: TargetSection) -> GenerationConfig:
         config = GenerationConfig.from_model_config(load_config(target))
     if wrong := [i for i in _listed(config.eos_token_id) if type(i) is not int]:
         raise UserError(
-            f"target.model: the generation_config.json of {target.model!r} has eos_token_id {short(wrong[0])}, not a "
+            f"target.model: the generation_config.json of {target.model!r} has eos_token_id {quoted(wrong[0])}, not a "
             "whole number; write token ids as numbers there (in a copy of the model's folder)"
         )
     return config
@@ -296,13 +296,13 @@ def _check_no_gguf(model: str) -> None:
 def _check_numbers(model: str, config: Any) -> None:
     """Raises UserError for impossible sizes, before anything is built from them."""
     wrong = [
-        f"{name} {short(value)}, not a whole number from 1 to {most:,}"
+        f"{name} {quoted(value)}, not a whole number from 1 to {most:,}"
         for name, most in LARGEST.items()
         if (value := getattr(config, name, None)) is not None
         if type(value) is not int or not 1 <= value <= most
     ]
     wrong += [
-        f"{name} {short(value)} among its rope_parameters, not a number above 0"
+        f"{name} {quoted(value)} among its rope_parameters, not a number above 0"
         for rope in rotations(config)
         for name in ROTARY_NUMBERS
         if (value := rope.get(name)) is not None or (name, rope["rope_type"]) == (BORDER, "longrope")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.models.chat import RenderError, is_harmony, load_generation_config, named_stop_ids, render
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, quoted
 from draftsmith.recipes.schema import TargetSection
 
 # Conversations for probes of a template; the two answers share no token.
@@ -143,5 +143,5 @@ def answer_notes(section: TargetSection, tokenizer: PreTrainedTokenizerBase) -> 
     for key, neutral in _NOT_APPLIED.items():
         value = getattr(config, key, None)
         if value is not None and value != neutral:
-            notes.append(f"note: the target's generation_config asks for {key} {short(value)}; it is not applied")
+            notes.append(f"note: the target's generation_config asks for {key} {quoted(value)}; it is not applied")
     return notes

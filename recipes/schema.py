@@ -29,7 +29,7 @@ class Section(BaseModel):
         return {} if values is None else values  # `train:` with nothing below it
 
     @property
-    def meant(self) -> set[str]:
+    def changed_keys(self) -> set[str]:
         """Keys that differ from the default. A resolved recipe names every key, so being named is not enough."""
         fields = type(self).model_fields
         return {key for key in self.model_fields_set if getattr(self, key) != fields[key].default}
@@ -99,7 +99,7 @@ class QuantizationSection(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> "QuantizationSection":
-        if self.bits == 8 and "group_size" in self.meant:
+        if self.bits == 8 and "group_size" in self.changed_keys:
             raise ValueError("group_size: rows of 8 bits have one scale: leave it out, or set bits to 4")
         return self
 
@@ -428,7 +428,7 @@ class DrafterSection(Section):
             f"{key}: it only works in {drafters}, and {this}: leave it out"
             for keys, owned, drafters in owners
             for key in keys
-            if key in self.meant and not owned
+            if key in self.changed_keys and not owned
         ]
         if extends == "eagle" and self.vocab_size is not None:
             problems.append(
@@ -708,10 +708,10 @@ class TreeSection(Section):
     def _possible(self) -> "TreeSection":
         owners = {"paths": ["static"], "ddd": ["ddd"], "svip": ["svip", "svip_tree"], "c2t": ["c2t"]}
         for key, policies in owners.items():
-            if key in self.meant and self.policy not in policies:
+            if key in self.changed_keys and self.policy not in policies:
                 raise ValueError(f"{key} is for policy {' or '.join(policies)}, but policy is {self.policy}")
         if self.policy == "auto":
-            given = self.meant - {"policy", "vocab_size"}
+            given = self.changed_keys - {"policy", "vocab_size"}
             if given:
                 raise ValueError(f"auto chooses {', '.join(sorted(given))} itself: leave it out, or name a policy")
             return self

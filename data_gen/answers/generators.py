@@ -24,7 +24,7 @@ from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.models.target import Target
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.schema import Recipe, TreeSection
 
 # Prompt tokens of one prefill, padding included. Bounds activations and padding. A CPU reads 1,024 at a time up to 1.8
@@ -167,7 +167,7 @@ def check_generator_drafter(recipe: Recipe) -> None:
     contender = _contender(recipe)
     assert contender.drafter is not None
     target, problems = TargetFacts.read(recipe.target), list[str]()
-    with collected(problems, before="data.generator.drafter: "):
+    with collecting_problems(problems, before="data.generator.drafter: "):
         check_drafter(target, contender.drafter)
     if problems:
         raise UserError(problems)

@@ -49,7 +49,7 @@ from draftsmith.models.turn_ends import answer_notes, stop_ids
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.prompts.picture_files import data_url, store_picture
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.reader import (
@@ -404,7 +404,7 @@ def print_regeneration_plan(
         text = f"{list(states.layers)}{' and the last' * states.shape.has_last}, in {recipe.data.capture.dtype}: "
         text += f"at most {size} in {recipe.states_dir}, a row of {settings.max_length:,} tokens each; {free} are free"
         plan.line("states", text)
-        with collected(plan.problems):
+        with collecting_problems(plan.problems):
             check_room_for_states(states, recipe.states_dir, prompts, count, log)
     if generator.kind == "openai":
         plan.line("memory", "of the servers")

@@ -31,7 +31,7 @@ from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
@@ -123,7 +123,7 @@ def vocab_of_start(recipe: Recipe, fingerprint: str) -> DraftVocab:
     """
     start, problems = Path(recipe.drafter.init_from or ""), list[str]()
     config = load_config(recipe.target).get_text_config()
-    with collected(problems, before="drafter.init_from: "):
+    with collecting_problems(problems, before="drafter.init_from: "):
         shape, trained_for = read_drafter_config(start)
         check_identity(
             start, trained_for, config_identity(config, recipe.target.model, recipe.target.revision, fingerprint)
@@ -148,7 +148,7 @@ def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size
             f"data.ranking.sources: {ANSWERS}: {recipe.conversations_path} does not exist; run `draftsmith "
             "regenerate` first, or name a file in data.conversations"
         )
-    with collected(problems):
+    with collecting_problems(problems):
         check_sources(ranking.sources)
     if problems:
         raise UserError(problems)

@@ -54,7 +54,7 @@ from draftsmith.models.target import Target, check_precision
 from draftsmith.models.turn_ends import stop_ids
 from draftsmith.models.vocab import DraftVocab, always_inside, cut_by_file, fill_text, load_token_counts
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import written
+from draftsmith.recipes.files.atomic import current_folder
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.schema import (
     ContenderSection,
@@ -209,7 +209,7 @@ def drafter_identity(contender: Contender, vocab: DraftVocab) -> dict[str, Any]:
         ids = vocab.target_ids.sort().values.to("cpu", torch.int64)
         cut = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
     if contender.drafter is not None:
-        path = written(contender.drafter) / "model.safetensors"
+        path = current_folder(contender.drafter) / "model.safetensors"
         weights = _digest(path, path.stat().st_mtime_ns)
     return {"proposer": contender.proposer, "weights_sha256": weights, "vocab_sha256": cut}
 

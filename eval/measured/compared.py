@@ -15,7 +15,7 @@ from typing import Any
 
 from draftsmith.eval.decoding.contenders import Contender, contenders_of, main_contender
 from draftsmith.models.formats.named_drafters import with_measured_drafters
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import ContenderSection, Recipe, TargetSection
 
@@ -66,7 +66,7 @@ def load_all(
 
 def _loaded(path: str, overrides: Sequence[str], plan: bool, problems: list[str]) -> Recipe | None:
     """The recipe with folders of ours for all drafters; None if it cannot be read or a drafter cannot be had."""
-    with collected(problems):
+    with collecting_problems(problems):
         return with_measured_drafters(load_recipe(path, overrides), plan)
     return None
 
@@ -89,7 +89,7 @@ def _not_its_own(path: str, overrides: Sequence[str], setting: str) -> list[str]
     if not equals:
         return [f"{setting!r} is not an override: write key.path=value, for example eval.tree.nodes=16"]
     found: list[str] = []
-    with collected(found):
+    with collecting_problems(found):
         load_recipe(path, [*overrides, setting])
     if unknown := [problem for problem in found if problem.startswith(f"override '{setting}': unknown key")]:
         return unknown

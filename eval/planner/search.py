@@ -141,7 +141,7 @@ def candidates_of(recipe: Recipe, asked: TreeSection | None = None) -> list[Tree
 
 def recipe_keys(tree: TreeSection) -> dict[str, Any]:
     """The keys that define the tree in a recipe."""
-    return tree.model_dump(mode="json", include={"policy", *tree.meant})
+    return tree.model_dump(mode="json", include={"policy", *tree.changed_keys})
 
 
 def as_yaml(tree: TreeSection) -> str:

@@ -25,7 +25,7 @@ from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import written
+from draftsmith.recipes.files.atomic import current_folder
 from draftsmith.recipes.schema import ExportSection, Recipe, TargetSection
 
 
@@ -37,7 +37,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     """
     engine = _engine(command.to or (None if recipe is None else recipe.export.to) or "vllm")
     directory, measured_file, out = _places(command, recipe, engine)
-    yet_to_train = recipe is not None and not written(directory).exists()
+    yet_to_train = recipe is not None and not current_folder(directory).exists()
     source = source_to_train(recipe) if recipe is not None and yet_to_train else Source.read(directory)
     check_out(out, directory)
     check_engine(source, engine)

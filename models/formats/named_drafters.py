@@ -14,8 +14,8 @@ from draftsmith.models.drafters import kind_text
 from draftsmith.models.formats import hub
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.importing import import_drafter, is_foreign, read_for
-from draftsmith.recipes.errors import UserError, collected
-from draftsmith.recipes.files.atomic import written
+from draftsmith.recipes.errors import UserError, collecting_problems
+from draftsmith.recipes.files.atomic import current_folder
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.schema import Recipe, TargetSection
@@ -39,7 +39,7 @@ def own_drafter(name: str, recipe: Recipe, plan: bool) -> str:
     """
     on_hub, directory = HUB_ID.fullmatch(name), Path(name)
     label = re.sub(r"[^\w.-]+", "--", name) if on_hub else directory.resolve().name
-    if on_hub and not written(directory).exists():
+    if on_hub and not current_folder(directory).exists():
         repo_id, revision = on_hub.groups()
         cached = hub.cached(repo_id, revision) if plan else hub.fetch_drafter(repo_id, revision)
         if cached is None:
@@ -49,14 +49,14 @@ def own_drafter(name: str, recipe: Recipe, plan: bool) -> str:
     if not is_foreign(directory):
         return name
     out = recipe.imported_dir / f"{label}-{_digest(directory, recipe.target)[:12]}"
-    if not written(out).exists():
+    if not current_folder(out).exists():
         folder = read_folder(directory)
         if plan:
             shape = read_for(folder, recipe.target).shape
             print(f"note: {directory}: a foreign {kind_text(shape)}: the run would import it into {out}")
         else:
             with alone_in(recipe.imported_dir, LONGEST_IMPORT):
-                if not written(out).exists():  # another process of this run may have been here
+                if not current_folder(out).exists():  # another process of this run may have been here
                     import_drafter(folder, recipe.target, out)
                     print(f"imported: {directory} into {out}", flush=True)
     return str(out)
@@ -73,7 +73,11 @@ def _digest(directory: Path, target: TargetSection) -> str:
 
 def yet_to_import(recipe: Recipe, drafter: str | Path | None) -> bool:
     """Whether a drafter is one that `own_drafter` would fetch or import, were it no plan."""
-    return drafter is not None and Path(drafter).parent == recipe.imported_dir and not written(Path(drafter)).exists()
+    return (
+        drafter is not None
+        and Path(drafter).parent == recipe.imported_dir
+        and not current_folder(Path(drafter)).exists()
+    )
 
 
 # The recipe with folders of ours in the place of all names.
@@ -127,7 +131,7 @@ def _own(names: dict[str, str | None], recipe: Recipe, plan: bool) -> list[str |
     problems: list[str] = []
     found: list[str | None] = []
     for key, name in names.items():
-        with collected(problems, f"{key}: "):
+        with collecting_problems(problems, f"{key}: "):
             found.append(name and own_drafter(name, recipe, plan))
     if problems:
         raise UserError(problems)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from draftsmith.recipes.command.stages import STAGES
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import written
+from draftsmith.recipes.files.atomic import current_folder
 from draftsmith.recipes.schema import Recipe
 
 Input = tuple[str, Path, str]  # what it is, where, and the command that writes it
@@ -21,7 +21,7 @@ def require_files(*inputs: Input) -> None:
     missing = [
         f"{what}: {path} does not exist; run `draftsmith {command}` first"
         for what, path, command in inputs
-        if not written(path).exists()
+        if not current_folder(path).exists()
     ]
     if missing:
         raise UserError(missing)

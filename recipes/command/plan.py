@@ -14,7 +14,7 @@ from types import TracebackType
 
 from draftsmith.recipes.command.inputs import Input
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import written
+from draftsmith.recipes.files.atomic import current_folder
 
 
 class PlanLines:
@@ -42,7 +42,9 @@ class PlanLines:
     def reads(self, *inputs: Input) -> None:
         """Files of other commands."""
         for _, path, command in inputs:
-            self.line("reads", str(path), "there" if written(path).exists() else f"`draftsmith {command}` writes it")
+            self.line(
+                "reads", str(path), "there" if current_folder(path).exists() else f"`draftsmith {command}` writes it"
+            )
 
     def writes(self, *paths: Path) -> None:
         for path in paths:

@@ -72,7 +72,7 @@ IRRELEVANT = {
 def _trains(recipe: Recipe) -> bool:
     """Whether the recipe measures the drafter that it trains, or sets something of `drafter` or `train`."""
     needed = recipe.eval.drafter is None and recipe.measures_drafter
-    return needed or bool(recipe.drafter.meant or recipe.train.meant)
+    return needed or bool(recipe.drafter.changed_keys or recipe.train.changed_keys)
 
 
 def _trains_classifier(recipe: Recipe) -> bool:

@@ -29,7 +29,7 @@ from draftsmith.models.target import check_precision
 from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.plan import PlanLines, plural
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.measure.dry_run import row_flops
@@ -78,7 +78,7 @@ def _read(plan: PlanLines, recipe: Recipe, tokenizer: Any, processes: int) -> Pl
     plan.reads(made_by("regenerate", recipe), made_by("rank-vocab", recipe), *states)
     vocab, store, rejects = None, None, Rejects()
     rows, validation_rows = list[TrainingRow](), list[TrainingRow]()
-    with collected(plan.problems):
+    with collecting_problems(plan.problems):
         if recipe.draft_vocab_path.exists():
             vocab = read_run_vocab(recipe, text_config.vocab_size, fingerprint)
         check_start_of_recipe(recipe, text_config, shape, vocab, fingerprint)

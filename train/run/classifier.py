@@ -13,7 +13,7 @@ from draftsmith.models.c2t import C2tClassifier, C2tConfig, read_c2t_config
 from draftsmith.models.checkpoint import provenance
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.loader import dump_recipe, output_problem
 from draftsmith.recipes.schema import ClassifierSection, Recipe
 
@@ -57,15 +57,15 @@ def inputs_of(recipe: Recipe) -> tuple[Trees, C2tClassifier | None]:
     """
     section, out = recipe.classifier, recipe.classifier_dir
     trees, start, problems = None, None, list[str]()
-    with collected(problems):
+    with collecting_problems(problems):
         trees = Trees.read(recipe.classifier_rows_path)
     if section.init_from is not None:
-        with collected(problems):
+        with collecting_problems(problems):
             start = C2tClassifier.load(section.init_from)
     if problem := output_problem(out, folder=True):
         problems.append(f"classifier.out: {problem}")
     elif (out / "config.json").exists():  # of a classifier, which is replaced, and not of a drafter
-        with collected(problems, "classifier.out: "):
+        with collecting_problems(problems, "classifier.out: "):
             read_c2t_config(out)
     if problems or trees is None:
         raise UserError(problems)

@@ -8,7 +8,7 @@ from typing import Any
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.eval.decoding.target_facts import longest_row
-from draftsmith.models.checkpoint import written
+from draftsmith.models.checkpoint import current_folder
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.schema import Recipe
@@ -56,7 +56,7 @@ def run_identity(
         "target": {key: value for key, value in target.items() if key not in ("model", "revision")},
         "drafter": drafter.to_dict(),
         "drafter.init_head": recipe.drafter.init_head,
-        "drafter.init_from": None if start is None else file_digest(written(Path(start)) / "model.safetensors"),
+        "drafter.init_from": None if start is None else file_digest(current_folder(Path(start)) / "model.safetensors"),
         "drafter.lora": None if recipe.drafter.lora is None else recipe.drafter.lora.model_dump(),
         "draft_vocab_sha256": file_digest(recipe.draft_vocab_path),
         "conversations_sha256": file_digest(recipe.conversations_path),

@@ -24,7 +24,7 @@ from draftsmith.models.costs import gigabytes, named_dtype, torch_dtype
 from draftsmith.models.families import auto_class
 from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.target import Target, decoder_layers, read_causal_lm
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.schema import Recipe, TargetSection
 from draftsmith.train.run.accelerator import check_deepspeed, deepspeed_on_cpus
 
@@ -76,7 +76,7 @@ def check_sharding(recipe: Recipe) -> None:
             f"train.shard_target: {config.model_type} keeps weights in float32 beside those in lower precision "
             f"({kept[0]}), which ZeRO-3 would round; set target.dtype=float32, or train.shard_target=false"
         )
-    with collected(problems):
+    with collecting_problems(problems):
         check_deepspeed("train.shard_target: the target is sharded by DeepSpeed")
     if problems:
         raise UserError(problems)

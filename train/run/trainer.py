@@ -19,7 +19,7 @@ from draftsmith.data_gen.states.store import length_of, taught_tokens
 from draftsmith.data_gen.states.stored_target import StoredTarget
 from draftsmith.eval.decoding.target_facts import check_evaluation
 from draftsmith.models.chat import load_config, load_tokenizer, prompt_date
-from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout, written
+from draftsmith.models.checkpoint import current_folder, provenance, save_drafter, target_identity, target_layout
 from draftsmith.models.costs import device_here, target_size
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_start
@@ -219,7 +219,7 @@ def save(training: Training) -> None:
             return
         data = {"conversations": recipe.conversations_path, "draft_vocab": recipe.draft_vocab_path}
         if recipe.drafter.init_from is not None:
-            data["init_from"] = written(Path(recipe.drafter.init_from)) / "model.safetensors"
+            data["init_from"] = current_folder(Path(recipe.drafter.init_from)) / "model.safetensors"
         made_by, chosen = provenance(data), ""
         if (best := loop.best()) is not None:
             checkpoint, tau = best
