@@ -567,10 +567,8 @@ class TrainSection(Section):
     """Recompute the drafter's layer in the backward pass: less memory, more time, same gradients."""
     seed: Seed = 0
     """Seed of the row order, the initial weights and the noise."""
-    resume: Literal["auto", "never"] = "auto"
-    """`auto` continues from the last checkpoint in <output_dir>/checkpoints; `never` refuses to start if one exists."""
     save_every_steps: Count = 500
-    """Optimiser steps between checkpoints."""
+    """Optimiser steps between checkpoints. A run continues from the last one in <output_dir>/checkpoints."""
     keep_checkpoints: Size = 2
     """Number of checkpoints to keep; older ones are deleted."""
     log_every_steps: Count = 10

@@ -4,7 +4,7 @@
     "eval.tree.nodes=16"                         the first recipe's with these overrides, any number of them
     "wide: eval.tree.top_k=16 eval.tree.nodes=100"                  with a name for its row; "wide: B.yaml", too
 
-Contenders may differ only in the keys OWN. Prompts, lengths and sampling are those of the first recipe.
+Contenders may differ only in the keys CONTENDER_KEYS. Prompts, lengths and sampling are those of the first recipe.
 """
 
 import re
@@ -19,7 +19,7 @@ from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import ContenderSection, Recipe, TargetSection
 
-OWN = *(f"eval.{key}" for key in ContenderSection.model_fields if key != "name"), "eval.token_counts"
+CONTENDER_KEYS = *(f"eval.{key}" for key in ContenderSection.model_fields if key != "name"), "eval.token_counts"
 SHARED = (
     *("prompts", "max_prompts", "turns", "max_new_tokens", "temperature", "top_p", "top_k", "mode", "answers"),
     *("batch_size", "seed"),
@@ -50,7 +50,7 @@ def load_all(
         place, (name, settings) = f"--compare {argument!r}", split_overrides(argument)
         found: list[str] = []
         if "=" in argument and not Path(settings[0]).exists():
-            found += [p for setting in settings if not _is_own(setting) for p in _not_its_own(path, overrides, setting)]
+            found += [p for setting in settings if not _may_differ(setting) for p in _refused(path, overrides, setting)]
             if not found and (other := _loaded(path, [*overrides, *settings], plan, found)) is not None:
                 others.append(replace(main_contender(other, place), name=name))
         elif (other := _loaded(settings[0], (), plan, found)) is not None:
@@ -79,12 +79,12 @@ def split_overrides(argument: str) -> tuple[str, list[str]]:
     return name, NEXT_KEY.split(argument.strip())
 
 
-def _is_own(setting: str) -> bool:
+def _may_differ(setting: str) -> bool:
     key = setting.partition("=")[0].strip()
-    return any(key == own or key.startswith(f"{own}.") for own in OWN)
+    return any(key == each or key.startswith(f"{each}.") for each in CONTENDER_KEYS)
 
 
-def _not_its_own(path: str, overrides: Sequence[str], setting: str) -> list[str]:
+def _refused(path: str, overrides: Sequence[str], setting: str) -> list[str]:
     key, equals, _ = setting.partition("=")
     if not equals:
         return [f"{setting!r} is not an override: write key.path=value, for example eval.tree.nodes=16"]
@@ -94,8 +94,8 @@ def _not_its_own(path: str, overrides: Sequence[str], setting: str) -> list[str]
     if unknown := [problem for problem in found if problem.startswith(f"override '{setting}': unknown key")]:
         return unknown
     return [
-        f"{key} is the same for all contenders; they may differ only in {', '.join(OWN)}; give it before --compare "
-        "to set it for all"
+        f"{key} is the same for all contenders; they may differ only in {', '.join(CONTENDER_KEYS)}; give it before "
+        "--compare to set it for all"
     ]
 
 

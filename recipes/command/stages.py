@@ -65,7 +65,7 @@ IRRELEVANT = {
         **dict.fromkeys(("capture", "contamination", "states", "ranking", "reprompt", "sam"), True),
         "generator": {"batch_size", "concurrency", "timeout_seconds", "base_urls", "api_key_env", "drafter"},
     },
-    "train": {"trackers", "resume", "log_every_steps", "save_every_steps", "keep_checkpoints"},
+    "train": {"trackers", "log_every_steps", "save_every_steps", "keep_checkpoints"},
 }
 
 

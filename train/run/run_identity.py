@@ -16,7 +16,7 @@ from draftsmith.recipes.schema import Recipe
 # Keys of the train section that may change when a run is resumed: they change neither the steps nor their order.
 # Instead of gradient_accumulation_steps "micro-batches a step" is compared.
 MAY_CHANGE = {
-    "max_steps", "epochs", "resume", "save_every_steps", "keep_checkpoints", "log_every_steps", "validate_every_steps",
+    "max_steps", "epochs", "save_every_steps", "keep_checkpoints", "log_every_steps", "validate_every_steps",
     "eval_replay", "keep_best", "trackers", "gradient_checkpointing", "gradient_accumulation_steps",
     "zero_stage", "offload_optimizer", "shard_target", "max_skipped_steps", "packing",
 }  # fmt: skip
