@@ -418,6 +418,7 @@ def test_answers_that_cannot_serve_are_refused_before_anything_is_loaded(
         (["data.conversations=nowhere.jsonl"], "eval.planner.answers: not given, and there are no conversations in"),
         (["eval.planner.candidates=[{nodes: 600}]"], "600 nodes"),
         (["--measure", "-1"], "--measure -1: .* or 0 for none"),
+        (["eval.quantization=fake"], "eval.quantization: the planner measures the recipe's own target"),
         (["--measure", "1", "eval.prompts=null"], "--measure decodes eval.prompts, which is not given"),
         (["eval.drafter=nowhere"], "^(?!.*candidates).*no drafter here"),  # blamed on the drafter alone
         (["eval.temperature=1", "eval.acceptance={rule: lantern, delta: 0.4, k: 10}"], "predicts what exact"),

@@ -47,6 +47,8 @@ def main(command: Command) -> None:
     planned = main_contender(recipe)
     if not planned.has_distributions:
         raise UserError(f"eval.proposer: the planner plans a drafter's trees, and {planned.proposer} has no drafter")
+    if planned.quantization is not None:
+        raise UserError("eval.quantization: the planner measures the recipe's own target; set target.quantization")
     if planned.relaxed is not None:
         raise UserError("eval.acceptance: the planner predicts what exact acceptance takes; leave it out")
     contenders, recording, answers = prepared(recipe, planned, candidates_of(recipe), command.plan)
