@@ -131,8 +131,8 @@ def test_rows_of_a_compared_recipe_are_left_out_with_a_note(place: Path, tmp_pat
     content = yaml.safe_load((place / "recipe.yaml").read_text())
     content["eval"]["also"] = [{"name": "wide", "tree": {"nodes": 30}}]
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(content))
-    _, found, notes = load_all(str(place / "recipe.yaml"), (), [str(tmp_path / "two.yaml")])
-    assert len(found) == 2
+    _, found, notes = load_all(str(place / "recipe.yaml"), (), [f"its own: {tmp_path / 'two.yaml'}"])
+    assert [contender.name for contender in found] == ["eagle3, tree of 12", "its own"]
     assert notes == [
         f"{tmp_path / 'two.yaml'} is compared by its main contender alone; those under its eval.also are left out"
     ]
@@ -151,7 +151,7 @@ def test_another_target_is_refused_with_both_sides(place: Path, tmp_path: Path) 
     content["target"] = yaml.safe_load((place / "recipe.yaml").read_text())["target"]
     content["target"]["model"] += "/../" + Path(content["target"]["model"]).name  # the same place, written otherwise
     other.write_text(yaml.safe_dump(content))
-    assert len(load_all(str(place / "recipe.yaml"), (), [str(other)])[1]) == 2
+    assert len(load_all(str(place / "recipe.yaml"), (), [f"same: {other}"])[1]) == 2
 
 
 # Names.
@@ -257,13 +257,13 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
         check(
             place,
             also(drafter="nowhere", tree={"nodes": 600}),
-            compared=("eval.tree.vocab_size=61", "eval.drafter=nowhere", "eval.drafter=elsewhere"),
+            compared=("eval.tree.vocab_size=61", "a: eval.drafter=nowhere", "b: eval.drafter=elsewhere"),
         )
     assert len(raised.value.problems) == 4
     drafters = [problem for problem in raised.value.problems if "no drafter here" in problem]
-    assert drafters[0].startswith("eval.also.0.drafter: nowhere: ")  # which --compare 'eval.drafter=nowhere' shares
+    assert drafters[0].startswith("eval.also.0.drafter: nowhere: ")  # which --compare 'a: eval.drafter=nowhere' shares
     assert drafters[0].endswith("(also affects 1 other contender)")
-    assert drafters[1].startswith("--compare 'eval.drafter=elsewhere': eval.drafter: elsewhere: ")
+    assert drafters[1].startswith("--compare 'b: eval.drafter=elsewhere': eval.drafter: elsewhere: ")
     with pytest.raises(UserError, match=r"eval\.max_new_tokens 512 leaves no room"):
         run_main(acceptance, place / "recipe.yaml", "eval.max_new_tokens=512")
     check(place)  # and nothing is wrong with the recipe itself
@@ -273,7 +273,7 @@ def test_a_cut_that_was_hardly_counted_is_noted_once(place: Path, capsys: pytest
     counts = (torch.arange(320) >= 30).long()  # the drafter has the tokens 3 to 62
     save_token_counts(place / "few", counts, tokenizer_fingerprint(make_tokenizer()), [4])
     cut, few = "eval.tree.vocab_size=50", f"eval.token_counts={place / 'few'}"
-    check(place, cut, compared=(f"{cut} {few}", f"{few} eval.tree={{nodes: 9, vocab_size: 50}}"))
+    check(place, cut, compared=(f"few: {cut} {few}", f"{few} eval.tree={{nodes: 9, vocab_size: 50}}"))
     printed = capsys.readouterr().out
     assert printed.startswith("note: eval.tree.vocab_size: only 34 of 50 draft tokens were counted")
     assert printed.count("note: ") == 1
