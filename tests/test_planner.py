@@ -92,7 +92,7 @@ def replayed() -> tuple[list[Contender], dict[str, list[Generation]], list[Recor
 def best(replayed: Any, node: float, call: float) -> planner.Row:
     contenders, rounds, answers = replayed
     costs = linear_costs([c.tree for c in contenders], node, call)
-    return ranked(costs, contenders, rounds, answers, 100, 0)[0]
+    return ranked(costs, contenders, rounds, answers, 0)[0]
 
 
 def test_dear_verification_makes_small_trees_and_cheap_drafting_deep_ones(replayed: Any) -> None:
@@ -110,7 +110,7 @@ def test_dear_verification_makes_small_trees_and_cheap_drafting_deep_ones(replay
 def plan_of(replayed: Any, node: float, call: float) -> Plan:
     contenders, rounds, answers = replayed
     costs = linear_costs([c.tree for c in contenders], node, call)
-    return Plan(costs, ranked(costs, contenders, rounds, answers, 100, 0), Recording(Path("x")), answers, "all")
+    return Plan(costs, ranked(costs, contenders, rounds, answers, 0), Recording(Path("x")), answers, "all")
 
 
 def test_plain_decoding_wins_where_nothing_beats_it(replayed: Any, capsys: pytest.CaptureFixture) -> None:
@@ -353,7 +353,7 @@ def test_dropping_the_slow_costs_no_speed(recipe_path: Path, monkeypatch: pytest
         costs = linear_costs([contender.tree for contender in contenders], node, call)
         monkeypatch.setattr(planner, "_costs", lambda *_, costs=costs: costs)
         plan = planner.make_plan(lineup, recipe, contenders, recording, answers)
-        everyone = ranked(costs, contenders, known, answers, 100, 0)
+        everyone = ranked(costs, contenders, known, answers, 0)
         chosen = next(row for row in everyone if row.name == plan.rows[0].name)
         assert len(plan.answers) == 16 and chosen.speedup >= 0.98 * everyone[0].speedup
         dropped += sum(len(row.rounds) < 16 for row in plan.rows)
