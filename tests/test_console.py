@@ -130,7 +130,7 @@ class Stages:
             return self.fails[stage]()
         if "--plan" in words:
             return 0
-        for file in STAGES[stage].files(load_recipe(self.recipe_path, overrides)):
+        for file in STAGES[stage].writes(load_recipe(self.recipe_path, overrides)):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"{stage} {time.time_ns()}")
         return 0

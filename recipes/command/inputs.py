@@ -11,9 +11,14 @@ Input = tuple[str, Path, str]  # what it is, where, and the command that writes 
 
 
 def made_by(command: str, recipe: Recipe) -> Input:
-    """The output of a stage."""
-    what, path = STAGES[command].output
-    return what, path(recipe), command
+    """The first file of a stage."""
+    stage = STAGES[command]
+    return stage.makes, stage.writes(recipe)[0], command
+
+
+def is_there(path: Path) -> bool:
+    """Whether the file exists, also in a folder that a kill left half renamed."""
+    return (current_folder(path.parent) / path.name).exists()
 
 
 def require_files(*inputs: Input) -> None:
@@ -21,7 +26,7 @@ def require_files(*inputs: Input) -> None:
     missing = [
         f"{what}: {path} does not exist; run `draftsmith {command}` first"
         for what, path, command in inputs
-        if not current_folder(path).exists()
+        if not is_there(path)
     ]
     if missing:
         raise UserError(missing)

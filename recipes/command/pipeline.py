@@ -57,7 +57,7 @@ def main() -> None:
         ran = True
         print(f"\n[{number}/{len(stages)}] draftsmith {stage} {shlex.join(words)}", flush=True)
         described = STAGES[stage]
-        before = {file: _stamp(file) for file in described.files(recipe)} if described.rewrites else {}
+        before = {file: _stamp(file) for file in described.writes(recipe)} if described.rewrites else {}
         code = _call([stage, *words])
         if command.plan and code in (0, 2):  # all stages say what cannot work
             refused += [stage] * (code == 2)
@@ -99,7 +99,7 @@ def _show(recipe: Recipe, stages: list[str]) -> None:
     for stage in stages:
         why = why_not_done(recipe, stage)
         after = f"after {before}" if before and why is None else None
-        files = ", ".join(_name(recipe, path) for path in STAGES[stage].files(recipe))
+        files = ", ".join(_name(recipe, path) for path in STAGES[stage].writes(recipe))
         words = f"  ({why or after})" if why or after else ""
         print(f"  {'done' if why is after is None else 'to do':<6} {stage:<12} {files}{words}")
         before = before or (stage if why else None)
@@ -208,7 +208,7 @@ def _unwritten(
     recipe: Recipe, stage: str, before: Mapping[Path, tuple[int, ...] | None] = MappingProxyType({})
 ) -> str | None:
     """The first of a stage's files that is missing or is still the one that was there `before`."""
-    for file in STAGES[stage].files(recipe):
+    for file in STAGES[stage].writes(recipe):
         if (stamp := _stamp(file)) is None or stamp == before.get(file):
             return _name(recipe, file)
     return None
@@ -233,7 +233,7 @@ def _name(recipe: Recipe, file: Path) -> str:
 
 def _files_of(recipe: Recipe, stage: str) -> dict[str, Path]:
     described = STAGES[stage]
-    files = [*files_of_target(recipe), *described.reads(recipe), *described.files(recipe)]
+    files = [*files_of_target(recipe), *described.reads(recipe), *described.writes(recipe)]
     return {_name(recipe, file): file for file in files if file.is_file()}
 
 

@@ -12,9 +12,8 @@ exact: arithmetic over the recipe and the target's config; counted: in the files
 from pathlib import Path
 from types import TracebackType
 
-from draftsmith.recipes.command.inputs import Input
+from draftsmith.recipes.command.inputs import Input, is_there
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import current_folder
 
 
 class PlanLines:
@@ -42,9 +41,7 @@ class PlanLines:
     def reads(self, *inputs: Input) -> None:
         """Files of other commands."""
         for _, path, command in inputs:
-            self.line(
-                "reads", str(path), "there" if current_folder(path).exists() else f"`draftsmith {command}` writes it"
-            )
+            self.line("reads", str(path), "there" if is_there(path) else f"`draftsmith {command}` writes it")
 
     def writes(self, *paths: Path) -> None:
         for path in paths:

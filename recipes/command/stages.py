@@ -37,25 +37,21 @@ class Stage(Script):
     """A command that `draftsmith run` calls where the recipe needs it.
 
     Attributes:
-        output: what it makes, in words, and the file or folder by which other commands know that it has run.
+        makes: its first file, in words.
         wanted_if: whether the recipe needs it.
         settings: sections of the recipe that affect its result, without the keys of `IRRELEVANT`, and single keys
             (dotted).
         reads: its input files, besides those of the target. Hub datasets and patterns have none.
-        writes: its files; None: the output alone.
+        writes: its files.
         rewrites: it writes its files on every run; the others may have nothing left to do.
     """
 
-    output: tuple[str, Callable[[Recipe], Path]]
+    makes: str
     wanted_if: Callable[[Recipe], bool]
     settings: Callable[[Recipe], list[str]]
     reads: Callable[[Recipe], list[Path]]
-    writes: Callable[[Recipe], list[Path]] | None = None
+    writes: Callable[[Recipe], list[Path]]
     rewrites: bool = True
-
-    def files(self, recipe: Recipe) -> list[Path]:
-        """The files that it writes."""
-        return [self.output[1](recipe)] if self.writes is None else self.writes(recipe)
 
 
 # Settings that change a stage's speed, reports or servers, but not its result, and those that its `settings` name.
@@ -157,24 +153,26 @@ STAGES = {
     "reprompt": Stage(
         "data_gen/reprompt.py",
         "make prompts for long answers about pictures",
-        output=("data.prompts", lambda recipe: recipe.picture_prompts_path),
+        makes="data.prompts",
         wanted_if=lambda recipe: recipe.reprompts,
         settings=lambda recipe: ["data.reprompt"],
         reads=lambda recipe: local_sources(recipe.data.reprompt.sources),
+        writes=lambda recipe: [recipe.picture_prompts_path],
     ),
     "regenerate": Stage(
         "data_gen/regenerate.py",
         "let the target write its own training answers",
-        output=("data.conversations", lambda recipe: recipe.conversations_path),
+        makes="data.conversations",
         wanted_if=lambda recipe: recipe.data.prompts is not None,
         settings=_of_answers(),
         reads=lambda recipe: [*local_sources(recipe.data.prompts), *local_sources(recipe.eval.prompts)],
+        writes=lambda recipe: [recipe.conversations_path],
         rewrites=False,
     ),
     "rank-vocab": Stage(
         "data_gen/rank_vocab.py",
         "choose the draft vocabulary",
-        output=("draft vocabulary", lambda recipe: recipe.draft_vocab_path),
+        makes="draft vocabulary",
         wanted_if=_trains,
         settings=_of_answers("drafter", "data.ranking"),
         reads=lambda recipe: [
@@ -187,16 +185,17 @@ STAGES = {
     "capture": Stage(
         "data_gen/capture.py",
         "write the target's hidden states to disk, to train without the target",
-        output=("data.states", lambda recipe: recipe.states_dir / "manifest.json"),
+        makes="data.states",
         wanted_if=lambda recipe: recipe.data.states is not None,
         settings=_of_answers("drafter"),
         reads=lambda recipe: [recipe.conversations_path],
+        writes=lambda recipe: [recipe.states_dir / "manifest.json"],
         rewrites=False,
     ),
     "train": Stage(
         "train/{kind}.py",
         "train the drafter",
-        output=("drafter", lambda recipe: recipe.drafter_dir),
+        makes="drafter",
         wanted_if=_trains,
         settings=_of_answers("drafter", "train"),
         reads=lambda recipe: [
@@ -208,18 +207,19 @@ STAGES = {
     "label-trees": Stage(
         "data_gen/label_trees.py",
         "label draft trees for a C2T classifier",
-        output=("labelled trees", lambda recipe: recipe.labelled_trees_path),
+        makes="labelled trees",
         wanted_if=_trains_classifier,
         settings=_of_answers("eval", "labels"),
         reads=lambda recipe: [
             recipe.eval_drafter_dir / "model.safetensors",
             Path(recipe.labels.answers or recipe.conversations_path),
         ],
+        writes=lambda recipe: [recipe.labelled_trees_path],
     ),
     "train-c2t": Stage(
         "train/c2t.py",
         "train a C2T classifier on them",
-        output=("classifier", lambda recipe: recipe.classifier_dir),
+        makes="classifier",
         wanted_if=_trains_classifier,
         settings=lambda recipe: ["classifier"],
         reads=lambda recipe: [recipe.classifier_rows_path],
@@ -228,26 +228,28 @@ STAGES = {
     "build-sam": Stage(
         "data_gen/build_sam.py",
         "sort a corpus for SAM-Decoding",
-        output=("sorted corpus", lambda recipe: recipe.sam_path),
+        makes="sorted corpus",
         wanted_if=lambda recipe: recipe.sam_path in recipe.static_sams,
         settings=lambda recipe: ["target", "data.sam"],
         reads=lambda recipe: [
             *([recipe.conversations_path] if "answers" in recipe.data.sam.names else []),
             *_local_files(recipe.data.sam.names),
         ],
+        writes=lambda recipe: [recipe.sam_path],
     ),
     "evaluate": Stage(
         "eval/acceptance.py",
         "measure how many drafted tokens the target accepts",
-        output=("evaluation", lambda recipe: recipe.eval_out / ("replay" * _replays(recipe)) / "acceptance.json"),
+        makes="evaluation",
         wanted_if=lambda recipe: recipe.eval.prompts is not None or _replays(recipe),
         settings=lambda recipe: ["target", "eval"],
         reads=_read_by_evaluate,
+        writes=lambda recipe: [recipe.eval_out / ("replay" * _replays(recipe)) / "acceptance.json"],
     ),
     "export": Stage(
         "models/export.py",
         "write the drafter for vLLM, SGLang and other engines",
-        output=("export", lambda recipe: recipe.export_dir(recipe.export.to or "")),
+        makes="export",
         wanted_if=lambda recipe: recipe.export.to is not None,
         settings=lambda recipe: ["export"],
         reads=lambda recipe: [*_both(recipe.drafter_dir), recipe.eval_out / "acceptance.json"],
