@@ -589,12 +589,6 @@ class TrainSection(Section):
     or another of accelerate's trackers, by name."""
 
 
-def is_default(key: str, value: Any) -> bool:
-    """Whether `train.<name>` has the schema's default, which does not depend on the drafter."""
-    section, _, name = key.partition(".")
-    return section == "train" and name in TrainSection.model_fields and value == getattr(TrainSection(), name)
-
-
 class LabelSection(Section):
     """Labelled draft trees (data_gen/label_trees.py), a C2T classifier's training data."""
 

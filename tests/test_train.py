@@ -22,7 +22,7 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.train import eagle3
 from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS
-from draftsmith.train.run import run_identity, trainer
+from draftsmith.train.run import trainer
 from draftsmith.train.run.batches import BatchOrder
 from draftsmith.train.run.loop import Loop
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
@@ -122,18 +122,6 @@ def test_changed_settings_under_a_checkpoint_are_refused(recipe_path: Path, caps
 def test_a_device_that_is_not_there_is_refused(recipe_path: Path) -> None:
     with pytest.raises(UserError, match=r"target\.device: 'banana' cannot be used here .*; write auto, cpu"):
         load_causal_lm(load_recipe(recipe_path, ["target.device=banana"]).target)
-
-
-def test_a_checkpoint_without_a_key_is_gone_on_with_unless_the_key_says_something(
-    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one of an older version, which knew fewer keys."""
-    with monkeypatch.context() as older:
-        older.setattr(run_identity, "MAY_CHANGE", {*run_identity.MAY_CHANGE, "rank_loss"})
-        train(recipe_path)
-    with pytest.raises(UserError, match=r"train\.rank_loss: the checkpoint has None, this run has 0\.5"):
-        train(recipe_path, "train.max_steps=8", "train.rank_loss=0.5")
-    assert len(metrics(train(recipe_path, "train.max_steps=8"))) == 8
 
 
 def test_weights_that_are_lost_are_never_saved(recipe_path: Path) -> None:
