@@ -50,8 +50,9 @@ def load_all(
         place, (name, settings) = f"--compare {argument!r}", split_overrides(argument)
         found: list[str] = []
         if "=" in argument and not Path(settings[0]).exists():
-            found += [p for setting in settings if not _may_differ(setting) for p in _refused(path, overrides, setting)]
-            if not found and (other := _loaded(path, [*overrides, *settings], plan, found)) is not None:
+            other = _loaded(path, [*overrides, *settings], plan, found)
+            found += _shared(settings, found)
+            if other is not None:
                 others.append(replace(main_contender(other, place), name=name))
         elif (other := _loaded(settings[0], (), plan, found)) is not None:
             if recipe is not None:
@@ -79,23 +80,15 @@ def split_overrides(argument: str) -> tuple[str, list[str]]:
     return name, NEXT_KEY.split(argument.strip())
 
 
-def _may_differ(setting: str) -> bool:
-    key = setting.partition("=")[0].strip()
-    return any(key == each or key.startswith(f"{each}.") for each in CONTENDER_KEYS)
-
-
-def _refused(path: str, overrides: Sequence[str], setting: str) -> list[str]:
-    key, equals, _ = setting.partition("=")
-    if not equals:
-        return [f"{setting!r} is not an override: write key.path=value, for example eval.tree.nodes=16"]
-    found: list[str] = []
-    with collecting_problems(found):
-        load_recipe(path, [*overrides, setting])
-    if unknown := [problem for problem in found if problem.startswith(f"override '{setting}': unknown key")]:
-        return unknown
+def _shared(settings: Sequence[str], told: Sequence[str]) -> list[str]:
+    """Problems with overrides of keys that are the same for all contenders, unless something else is `told` of them."""
+    keys = {setting: setting.partition("=")[0].strip() for setting in settings}
     return [
         f"{key} is the same for all contenders; they may differ only in {', '.join(CONTENDER_KEYS)}; give it before "
         "--compare to set it for all"
+        for setting, key in keys.items()
+        if not any(key == each or key.startswith(f"{each}.") for each in CONTENDER_KEYS)
+        and not any(problem.startswith(f"override '{setting}'") for problem in told)
     ]
 
 
