@@ -13,14 +13,14 @@ atomically: after a kill, the same command starts again. Contenders name the fil
 """
 
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.inputs import conversations, need
+from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.stages import print_next
 
 
 def main() -> None:
     command = parse_command(__doc__)
     if not command.plan and "answers" in command.recipe.data.sam.names:
-        need(conversations(command.recipe))
+        require_files(made_by("regenerate", command.recipe))
     from draftsmith.data_gen.corpus import automaton
 
     automaton.main(command)

@@ -16,7 +16,7 @@ missing shards. Other rows, another target, other layers or another dtype need a
 from argparse import ArgumentParser
 
 from draftsmith.recipes.command.cli import Command, parse_command, run
-from draftsmith.recipes.command.inputs import conversations, need
+from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.launch import check_all_started, world_size
 
 
@@ -33,7 +33,7 @@ def main() -> None:
 def read_command() -> Command:
     command = parse_command(__doc__, extra=_options)
     if not command.plan or command.recipe.data.prompts is None:  # else regeneration may write them later
-        need(conversations(command.recipe))
+        require_files(made_by("regenerate", command.recipe))
     return command
 
 

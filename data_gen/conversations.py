@@ -9,13 +9,13 @@ Reads data.conversations (default: <output_dir>/conversations.jsonl) and writes 
 from argparse import ArgumentParser
 
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.inputs import conversations, need
+from draftsmith.recipes.command.inputs import made_by, require_files
 
 
 def main() -> None:
     command = parse_command(__doc__, extra=_options, writes=False)
     if not command.plan:
-        need(conversations(command.recipe))
+        require_files(made_by("regenerate", command.recipe))
     from draftsmith.data_gen.rows import shown as shown_rows
 
     shown_rows.main(command)

@@ -15,14 +15,14 @@ drafter never changes: if checkpoints exist, another mapping is refused. The cou
 """
 
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.inputs import conversations, need
+from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.stages import print_next
 
 
 def main() -> None:
     command = parse_command(__doc__)
     if not (command.plan or command.recipe.data.ranking.sources):
-        need(conversations(command.recipe))
+        require_files(made_by("regenerate", command.recipe))
     from draftsmith.data_gen.corpus import ranking
 
     ranking.main(command)

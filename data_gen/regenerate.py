@@ -22,7 +22,7 @@ With data.states, a target in this process also stores the hidden states that tr
 import sys
 
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.inputs import need, prompts
+from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.stages import print_next
 from draftsmith.recipes.errors import UserError
 
@@ -34,7 +34,8 @@ def main() -> None:
     path = command.recipe.conversations_path
     if path.suffix.lower() not in (".jsonl", ".json"):  # what training reads as JSON lines
         raise UserError(f"data.conversations: {path}: regenerate writes JSON lines; name a .jsonl file")
-    need(*prompts(command.recipe))
+    if command.recipe.reprompts:
+        require_files(made_by("reprompt", command.recipe))
     from draftsmith.data_gen.answers import regeneration
 
     if regeneration.main(command):

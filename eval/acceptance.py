@@ -5,12 +5,12 @@
     python eval/acceptance.py recipes/demo.yaml --plan                                    # what it would do
     python eval/acceptance.py recipes/demo.yaml eval.mode=replay       # along recorded answers (`eval.recorded.replay`)
     python eval/acceptance.py recipes/demo.yaml --compare \\
-        "eval.tree.nodes=16" "ddd: eval.tree={policy: ddd}" "eval.drafter=runs/b/drafter" other.yaml
+        "eval.tree.nodes=16" "ddd: eval.tree={policy: ddd}" "b: eval.drafter=runs/b/drafter" "c: other.yaml"
 
-Every prompt is decoded plainly and with each contender: the recipe's `eval.tree`, those under `eval.also`, and one for
-each argument of --compare (another recipe for the same target, or overrides of this one). This recipe's prompts and
-sampling apply to all. Writes <eval.out>/acceptance.json, generations.jsonl and report.html, and prints a table;
-eval/report.py rebuilds the report and the table without decoding.
+Every prompt is decoded plainly and with each contender: the one that the keys of `eval` describe, those under
+`eval.also`, and one for each argument of --compare (another recipe for the same target, or overrides of this one). This
+recipe's prompts and sampling apply to all. Writes <eval.out>/acceptance.json, generations.jsonl and report.html, and
+prints a table; eval/report.py rebuilds the report and the table without decoding.
 
 `eval.mode=replay` finds the same rounds along recorded answers, with the target out of the loop, and measures no speeds
 (`eval.recorded.replay`). For a tree of `policy: auto`, the planner (eval/plan.py) first chooses one.
@@ -19,7 +19,7 @@ eval/report.py rebuilds the report and the table without decoding.
 from argparse import ArgumentParser
 
 from draftsmith.recipes.command.cli import check_output, parse_arguments, run
-from draftsmith.recipes.command.inputs import drafter, need
+from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.loader import load_recipe
 
 
@@ -29,7 +29,7 @@ def main() -> None:
         recipe = load_recipe(command.recipe_path, command.overrides)
         check_output(recipe)
         if not command.plan and recipe.eval.drafter is None and recipe.measures_drafter:
-            need(drafter(recipe))
+            require_files(made_by("train", recipe))
     from draftsmith.eval.measured import evaluation
 
     evaluation.main(command)
@@ -42,8 +42,8 @@ def _compare_option(parser: ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        help="further contenders, one per argument: a recipe file, or overrides of eval.proposer, eval.tree, "
-        "eval.sam, eval.router, eval.acceptance, eval.drafter and eval.token_counts in quotes, with or without a name: "
+        help="further contenders, one per argument: a recipe file, or overrides of the keys that describe one, in "
+        "quotes (eval.tree, eval.drafter, eval.proposer, ...), with or without a name: "
         '"wide: eval.tree.nodes=100 eval.tree.top_k=16"',
     )
 

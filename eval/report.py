@@ -1,7 +1,6 @@
 """Rebuild report.html and print the table from the files of an evaluation, without decoding.
 
     python eval/report.py recipes/demo.yaml
-    python eval/report.py recipes/demo.yaml eval.report_answers=40     # with more answers
     python eval/report.py recipes/demo.yaml --plan                     # what it would read and write
 
 Reads <eval.out>/acceptance.json and generations.jsonl, which eval/acceptance.py writes, and the metrics.jsonl beside
@@ -9,12 +8,12 @@ the drafter if there is one. `eval.measured.metrics` defines the numbers.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.inputs import need
+from draftsmith.recipes.command.inputs import require_files
 
 
 def main() -> None:
     command = parse_command(__doc__)
-    need(("eval.out", command.recipe.eval_out / "acceptance.json", "evaluate"))
+    require_files(("eval.out", command.recipe.eval_out / "acceptance.json", "evaluate"))
     from draftsmith.eval.page import files as report_files
 
     report_files.main(command)

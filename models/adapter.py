@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from draftsmith.recipes.errors import UserError, first_line, short
+from draftsmith.recipes.errors import UserError, first_line, quoted
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.schema import TargetSection
@@ -46,7 +46,7 @@ def checked_folder(adapter: str) -> Path:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"target.adapter: {folder / CONFIG}: damaged: {first_line(error)}") from None
     if kind != "LORA":
-        raise UserError(f"target.adapter: {adapter!r} is of type {short(kind)}; only LORA can be merged here")
+        raise UserError(f"target.adapter: {adapter!r} is of type {quoted(kind)}; only LORA can be merged here")
     if not (folder / WEIGHTS).is_file():
         pickled = (
             " adapter_model.bin is pickled, and reading it can run code." * (folder / "adapter_model.bin").exists()

@@ -26,11 +26,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from draftsmith.models.checkpoint import FILES, differences
-from draftsmith.recipes.errors import UserError, first_line, short
-from draftsmith.recipes.files.atomic import atomic_folder, written
-from draftsmith.recipes.schema import Positive, Size
+from draftsmith.recipes.errors import UserError, first_line, quoted
+from draftsmith.recipes.files.atomic import atomic_folder, current_folder
+from draftsmith.recipes.schema import Size
 
 FEATURES = 3  # P, H, d
+ENTROPY_OVER = 1000  # the paper's M: number of likeliest tokens that H covers
 CLASSIFIER_FILES = (*FILES, "metrics.jsonl")
 
 
@@ -46,16 +47,15 @@ def entropy(log_probs: torch.Tensor, over: int | None = None) -> torch.Tensor:
     return -(log_probs.exp() * log_probs.clamp(min=-1000)).sum(-1)
 
 
-def node_features(values: torch.Tensor, log_probs: torch.Tensor, depth: int, entropy_over: int) -> torch.Tensor:
+def node_features(values: torch.Tensor, log_probs: torch.Tensor, depth: int) -> torch.Tensor:
     """[..., K, 3]: P, H and d of K candidates each.
 
     Args:
         values: [..., K] log of the candidates' joint probability.
         log_probs: [..., Vd] their parents' distributions.
         depth: of the candidates, as in `models.draft_tree`: a root's children have 1.
-        entropy_over: M.
     """
-    spread = entropy(log_probs, entropy_over)[..., None].expand_as(values)
+    spread = entropy(log_probs, ENTROPY_OVER)[..., None].expand_as(values)
     return torch.stack((values.exp(), spread, torch.full_like(values, depth - 1)), dim=-1)
 
 
@@ -65,10 +65,6 @@ class C2tConfig(BaseModel, frozen=True, extra="forbid", strict=True, use_attribu
     kind: Literal["c2t"] = "c2t"
     hidden: Size = 48
     """h."""
-    entropy_over: Size = 1000
-    """M, the number of likeliest tokens that H covers."""
-    negative_ratio: Positive | None = None
-    """Rejected rows per accepted one in training, which shifts the scale of C. None: unknown, or all of them."""
     drafter: dict[str, Any] = {}
     """The drafter of its training nodes (`contenders.loaded_identity`). {}: unknown."""
 
@@ -108,7 +104,7 @@ class C2tClassifier(nn.Module):
     def load(directory: str | Path) -> "C2tClassifier":
         """The classifier in `directory`, in evaluation mode on the CPU. Raises UserError: none there, or damaged."""
         config = read_c2t_config(directory)
-        weights = written(Path(directory)) / "model.safetensors"
+        weights = current_folder(Path(directory)) / "model.safetensors"
         with torch.device("meta"):
             classifier = C2tClassifier(config)
         try:
@@ -123,7 +119,7 @@ class C2tClassifier(nn.Module):
 
 def read_c2t_config(directory: str | Path) -> C2tConfig:
     """A classifier's config.json. Raises UserError: no classifier there, or another kind of file."""
-    path = written(Path(directory)) / "config.json"
+    path = current_folder(Path(directory)) / "config.json"
     try:
         return C2tConfig.model_validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -146,7 +142,7 @@ def check_made_for(directory: str | Path, here: dict[str, Any]) -> None:
     """
     known = read_c2t_config(directory).drafter
     different = [
-        f"{key}: {short(theirs, 18)} there, {short(mine, 18)} here"
+        f"{key}: {quoted(theirs, 18)} there, {quoted(mine, 18)} here"
         for key, theirs, mine in differences(known, here)
         if known and not key.endswith((".model", ".revision"))
     ]

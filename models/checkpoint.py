@@ -40,8 +40,8 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vision import is_vision_language
 from draftsmith.models.vocab import DraftVocab, sort_metadata
-from draftsmith.recipes.errors import UserError, first_line, short
-from draftsmith.recipes.files.atomic import atomic_folder, written
+from draftsmith.recipes.errors import UserError, first_line, quoted
+from draftsmith.recipes.files.atomic import atomic_folder, current_folder
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.schema import Recipe
@@ -99,7 +99,7 @@ def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]
     Raises:
         UserError: there is none, or it is not a drafter's.
     """
-    directory = written(directory)
+    directory = current_folder(directory)
     try:
         config = parse_json((directory / "config.json").read_bytes())
     except FileNotFoundError:
@@ -160,17 +160,17 @@ def _check_values(kind: type[DrafterConfig], values: dict[str, Any]) -> None:
         value = values[each.name]
         least = each.metadata.get("least", 1)
         if each.type is int and not (type(value) is int and least <= value <= LARGEST_NUMBER):
-            wrong.append(f"{each.name} is {short(value)}, not a whole number from {least} to {LARGEST_NUMBER:,}")
+            wrong.append(f"{each.name} is {quoted(value)}, not a whole number from {least} to {LARGEST_NUMBER:,}")
         elif each.type is float and not (type(value) in (int, float) and 0 < value <= LARGEST_NUMBER):
-            wrong.append(f"{each.name} is {short(value)}, not a number above 0 and up to {LARGEST_NUMBER:,}")
+            wrong.append(f"{each.name} is {quoted(value)}, not a number above 0 and up to {LARGEST_NUMBER:,}")
         elif each.type is bool and type(value) is not bool:
-            wrong.append(f"{each.name} is {short(value)}, neither true nor false")
+            wrong.append(f"{each.name} is {quoted(value)}, neither true nor false")
     layers = values.get("capture_layers", [])
     if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer <= LARGEST_NUMBER for layer in layers):
-        wrong.append(f"capture_layers are {short(layers)}, not a list of whole numbers")
+        wrong.append(f"capture_layers are {quoted(layers)}, not a list of whole numbers")
     activation = values.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACT2FN:
-        wrong.append(f"hidden_act is {short(activation)}, not the name of an activation of transformers")
+        wrong.append(f"hidden_act is {quoted(activation)}, not the name of an activation of transformers")
     if wrong:
         raise ValueError("; ".join(wrong))
 
@@ -181,8 +181,8 @@ def _check_shape(shape: DrafterConfig, trained_for: dict[str, Any]) -> None:
         last = trained_for.get("num_layers")
         if shape.capture_layers != (last,):
             raise ValueError(
-                f"capture_layers are {short(list(shape.capture_layers))}; EAGLE-1 reads the target's last, "
-                f"{short(last)}"
+                f"capture_layers are {quoted(list(shape.capture_layers))}; EAGLE-1 reads the target's last, "
+                f"{quoted(last)}"
             )
         if shape.draft_vocab_size != shape.vocab_size:
             raise ValueError("draft_vocab_size is not vocab_size, but the head is the target's")
@@ -206,13 +206,13 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
     drafter can be measured with a fine-tuned or quantised target, and adapted to it (`precision_note`).
     """
     different = [
-        f"{key}: the drafter was trained for {short(trained_for.get(key))}, this target has {here[key]!r}"
+        f"{key}: the drafter was trained for {quoted(trained_for.get(key))}, this target has {here[key]!r}"
         for key in here
         if key not in ("model", "revision", "adapter", "quantization", "guidance") and trained_for.get(key) != here[key]
     ]
     if different:
         raise UserError(
-            f"{directory}: a drafter for another target ({short(trained_for.get('model'))}, not {here['model']!r}): "
+            f"{directory}: a drafter for another target ({quoted(trained_for.get('model'))}, not {here['model']!r}): "
             + "; ".join(different)
             + f" (a fingerprint covers {FINGERPRINT_COVERS})" * ("tokenizer_fingerprint: " in "".join(different))
         )
@@ -245,7 +245,7 @@ def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
         UserError: no such file, a damaged one, another vocabulary than in `shape`, or tensors that are missing, too
             many or of another shape.
     """
-    path = written(directory) / "model.safetensors"
+    path = current_folder(directory) / "model.safetensors"
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
@@ -312,7 +312,7 @@ def check_rotary(directory: Path, shape: DrafterConfig) -> None:
             raise ValueError("the frequencies are not finite")
     except Exception as error:  # transformers lets any error of its arithmetic and lookups through
         raise UserError(
-            f"{directory / 'config.json'}: damaged: rope_parameters are {short(shape.rope_parameters)}: "
+            f"{directory / 'config.json'}: damaged: rope_parameters are {quoted(shape.rope_parameters)}: "
             f"{first_line(error)[:200]}"
         ) from error
 
@@ -331,7 +331,7 @@ def _check_written_config(directory: Path, about: dict[str, str], shape: Drafter
         raise UserError(f"{directory}: model.safetensors: damaged metadata: {error}") from None
     here = json.loads(json.dumps(_kind_and_shape(shape)))
     if different := [
-        f"{key} is {short(here.get(key))}, the weights were written with {short(value)}"
+        f"{key} is {quoted(here.get(key))}, the weights were written with {quoted(value)}"
         for key, value in written.items()
         if here.get(key) != value
     ]:
@@ -393,6 +393,6 @@ def read_drafter(directory: Path, head: FrozenHead | None = None) -> FeatureDraf
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of model.safetensors; `read_drafter_vocab` compares them with config.json."""
     try:
-        return load_file(written(directory) / "model.safetensors")
+        return load_file(current_folder(directory) / "model.safetensors")
     except (FileNotFoundError, SafetensorError) as error:
         raise UserError(f"{directory}: damaged drafter checkpoint: {error}") from error

@@ -26,7 +26,7 @@ from PIL import Image
 
 from draftsmith.models.prompt import Insert, RenderError
 from draftsmith.models.vision import SUPPORTED, PictureInsert
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, quoted
 from draftsmith.recipes.prompts.picture_parts import PICTURE_TYPES, places_of
 from draftsmith.recipes.prompts.pictures import UnusablePicture, decoded_picture, read_picture, upright_rgb
 
@@ -155,7 +155,7 @@ class PictureProcessor:
             raise UserError(f"a prompt's picture is no longer there: {error}") from error
         if self._digest(picture) != content:
             raise UserError(
-                f"the picture {short(str(source))} has changed since its prompt was made; put the former one back, or "
+                f"the picture {quoted(str(source))} has changed since its prompt was made; put the former one back, or "
                 "answer its prompt again"
             )
         return self._processed(picture, content)

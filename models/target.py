@@ -37,7 +37,7 @@ from draftsmith.models.target_trials import (
     working_packing,
 )
 from draftsmith.models.vision import SUPPORTED, PictureInsert, PictureReader
-from draftsmith.recipes.errors import UserError, first_line, short
+from draftsmith.recipes.errors import UserError, first_line, quoted
 
 
 def device_name(wanted: str) -> str:
@@ -71,7 +71,7 @@ def checked_capture_layers(layers: Sequence[int] | None, num_layers: int, final:
         return default_capture_layers(num_layers)
     if list(layers) != sorted(set(layers)) or not layers or layers[0] < 0 or layers[-1] >= num_layers + final:
         raise UserError(
-            f"drafter.capture_layers: {short(list(layers))} must be ascending and distinct, "
+            f"drafter.capture_layers: {quoted(list(layers))} must be ascending and distinct, "
             f"between 0 and {num_layers - 1} for this target of {num_layers} layers"
         )
     return tuple(layers)

@@ -42,7 +42,7 @@ from draftsmith.models.turn_ends import stop_ids
 from draftsmith.models.vision import is_vision_language
 from draftsmith.recipes.command.launch import note_crowd
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError, first_line, short
+from draftsmith.recipes.errors import UserError, first_line, quoted
 from draftsmith.recipes.files.hub import check_model
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.schema import TargetSection
@@ -234,7 +234,7 @@ class TargetFiles:
             config = GenerationConfig.from_model_config(self.config)
         if wrong := [i for i in listed_stops(config.eos_token_id) if type(i) is not int]:
             raise UserError(
-                f"target.model: the generation_config.json of {model!r} has eos_token_id {short(wrong[0])}, not a "
+                f"target.model: the generation_config.json of {model!r} has eos_token_id {quoted(wrong[0])}, not a "
                 "whole number; write token ids as numbers there (in a copy of the model's folder)"
             )
         return config
@@ -438,13 +438,13 @@ def weight_digests(target: Target) -> dict[str, str]:
 def _check_numbers(model: str, config: Any) -> None:
     """Raises UserError for impossible sizes, before anything is built from them."""
     wrong = [
-        f"{name} {short(value)}, not a whole number from 1 to {most:,}"
+        f"{name} {quoted(value)}, not a whole number from 1 to {most:,}"
         for name, most in LARGEST.items()
         if (value := getattr(config, name, None)) is not None
         if type(value) is not int or not 1 <= value <= most
     ]
     wrong += [
-        f"{name} {short(value)} among its rope_parameters, not a number above 0"
+        f"{name} {quoted(value)} among its rope_parameters, not a number above 0"
         for rope in rotations(config)
         for name in ROTARY_NUMBERS
         if (value := rope.get(name)) is not None or (name, rope["rope_type"]) == (BORDER, "longrope")

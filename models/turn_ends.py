@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.models.chat import RenderError, is_harmony, named_stop_ids, render
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, quoted
 
 if TYPE_CHECKING:
     from draftsmith.models.target_files import TargetFiles
@@ -146,5 +146,5 @@ def answer_notes(files: "TargetFiles") -> list[str]:
     for key, neutral in _NOT_APPLIED.items():
         value = getattr(config, key, None)
         if value is not None and value != neutral:
-            notes.append(f"note: the target's generation_config asks for {key} {short(value)}; it is not applied")
+            notes.append(f"note: the target's generation_config asks for {key} {quoted(value)}; it is not applied")
     return notes

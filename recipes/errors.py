@@ -17,7 +17,7 @@ class UserError(Exception):
 
 
 @contextmanager
-def collected(problems: list[str], before: str = "") -> Iterator[None]:
+def collecting_problems(problems: list[str], before: str = "") -> Iterator[None]:
     """Adds the problems of a UserError in the block to `problems`, each with `before` in front of it."""
     try:
         yield
@@ -31,7 +31,7 @@ def first_line(error: Exception) -> str:
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
-def short(value: Any, most: int = 200) -> str:
+def quoted(value: Any, most: int = 200) -> str:
     """`value` as a message shows it: its repr, cut after `most` characters."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}..."

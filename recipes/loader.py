@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from draftsmith.recipes.errors import UserError, first_line, short
+from draftsmith.recipes.errors import UserError, first_line, quoted
 from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, benchmark_of
 from draftsmith.recipes.prompts.sources import check_source, file_sources
 from draftsmith.recipes.schema import ImpossibleSettings, Recipe
@@ -410,7 +410,7 @@ def _identified(name: str) -> str:
 def output_problem(path: Path, folder: bool) -> str | None:
     """Why `path` cannot be made, or None."""
     if "\0" in str(path):
-        return f"{short(str(path))} is not a valid path"
+        return f"{quoted(str(path))} is not a valid path"
     try:
         if folder and path.is_file():
             return f"{path} is a file; name a folder"
@@ -418,7 +418,7 @@ def output_problem(path: Path, folder: bool) -> str | None:
             return f"{path} is a folder; name a file"
         above = next((parent for parent in path.absolute().parents if parent.exists()), None)
     except OSError as error:
-        return f"{short(str(path))} is not a valid path: {error.strerror}"
+        return f"{quoted(str(path))} is not a valid path: {error.strerror}"
     if above is not None and not above.is_dir():
         return f"{path} cannot be made: {above} is a file"
     if path.exists() or above is None:

@@ -29,7 +29,7 @@ class Section(BaseModel):
         return {} if values is None else values  # `train:` with nothing below it
 
     @property
-    def meant(self) -> set[str]:
+    def changed_keys(self) -> set[str]:
         """Keys that differ from the default. A resolved recipe names every key, so being named is not enough."""
         fields = type(self).model_fields
         return {key for key in self.model_fields_set if getattr(self, key) != fields[key].default}
@@ -99,7 +99,7 @@ class QuantizationSection(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> "QuantizationSection":
-        if self.bits == 8 and "group_size" in self.meant:
+        if self.bits == 8 and "group_size" in self.changed_keys:
             raise ValueError("group_size: rows of 8 bits have one scale: leave it out, or set bits to 4")
         return self
 
@@ -210,8 +210,6 @@ class GeneratorSection(Section):
     drafter: str | None = None
     """A trained drafter, named as in eval.drafter, that speeds up the target's writing. The answers remain the
     target's: greedy ones token for token in float32, sampled ones in distribution. Only for kind transformers."""
-    draft_tokens: Size = 3
-    """Tokens that `drafter` proposes per forward pass of the target."""
     base_urls: list[str] = []
     """Servers for kind openai: [http://localhost:8000/v1, http://gpu2:8000/v1]."""
     served_model: str | None = None
@@ -239,8 +237,6 @@ class GeneratorSection(Section):
     @model_validator(mode="after")
     def _possible(self) -> "GeneratorSection":
         problems = normalised_urls(self.base_urls)[1] if self.kind == "openai" else []
-        if self.drafter is None and "draft_tokens" in self.meant:
-            problems.append("draft_tokens: needs a drafter: give one, or leave draft_tokens out")
         if self.drafter is not None and self.kind == "openai":
             problems.append(
                 "drafter: drafts in this process, and servers have settings of their own: leave it out of kind openai"
@@ -305,10 +301,6 @@ class RepromptSection(Section):
     """Pictures with captions or instructions, in the formats of data.prompts or as COCO's caption file."""
     folder: str | None = None
     """Folder that relative paths of pictures start from. Default: the folder of the source that names them."""
-    instructions: list[Text] = []
-    """Phrasings of the instruction, for pictures that come without one. Empty: our own."""
-    requests: list[Text] = []
-    """Phrasings of the request for a long answer, in which {words} becomes min_words. Empty: our own."""
     min_words: Count = 1000
     """Least number of words that the prompts ask for; the target may write fewer."""
     max_prompts: Count | None = None
@@ -411,9 +403,8 @@ class DrafterSection(Section):
     """EAGLE-3.1: an RMSNorm for each captured state before the fusion."""
     norm_output: bool = False
     """EAGLE-3.1: feed back the normed output, which the head also reads."""
-    init_head: Literal["random", "target", "target_with_norm"] = "random"
-    """Initial weights of EAGLE-3's head. `random`; `target`: the target's rows (for short runs), with ones in the norm
-    before it; `target_with_norm`: with the target's final norm there, too (which cost tau in docs/results.md)."""
+    init_head: Literal["random", "target"] = "random"
+    """Initial weights of EAGLE-3's head. `random`; `target`: the target's rows (for short runs)."""
     init_from: str | None = None
     """Trained drafter to start from, named as in eval.drafter: one of the same shape (its MLP may be narrower), or for
     poss and vispec a single drafter of the base. Every specialist then starts from that layer; vispec adds its adaptor
@@ -437,7 +428,7 @@ class DrafterSection(Section):
             f"{key}: it only works in {drafters}, and {this}: leave it out"
             for keys, owned, drafters in owners
             for key in keys
-            if key in self.meant and not owned
+            if key in self.changed_keys and not owned
         ]
         if extends == "eagle" and self.vocab_size is not None:
             problems.append(
@@ -548,17 +539,13 @@ class TrainSection(Section):
     """Weight of the smooth L1 distance between the drafted and the target's feature. Default: 1 for eagle and for poss
     over it, else 0."""
     top_k_loss: PositiveOrZero = 0.0
-    """Weight of the cross-entropy over the target's `top_k_tokens` likeliest tokens (HASS: 1)."""
-    top_k_tokens: Size = 10
-    """Number of tokens in top_k_loss."""
+    """Weight of the cross-entropy over the target's 10 likeliest tokens (HASS: 1)."""
     token_objective: TokenObjective = "soft_ce"
     """The objective that `token_loss` weights (train/loss/losses.py): a distance between the drafter's and the target's
     distribution. Default: soft_ce, for vispec total_variation."""
     rank_loss: PositiveOrZero = 0.0
-    """Weight of ViSpec's ranking loss: the likelihood of the target's order of its `rank_tokens` likeliest tokens.
-    Default: 0.05 for vispec, else 0."""
-    rank_tokens: Size = 10
-    """Number of tokens in rank_loss."""
+    """Weight of ViSpec's ranking loss: the likelihood of the target's order of its 10 likeliest tokens. Default: 0.05
+    for vispec, else 0."""
     feature_noise: PositiveOrZero = 0.0
     """Width of the uniform noise on the target's features in the drafter's input, for rows of 512 tokens. Shorter rows
     get more, longer rows less. Default: 0 for eagle3 and what extends it, else 0.2."""
@@ -576,17 +563,12 @@ class TrainSection(Section):
     shard_target: bool = False
     """For targets too large for one device: shard the frozen target's layers over the processes, too, and gather them
     one at a time (DeepSpeed's ZeRO-3, with any zero_stage). A run of one process holds the whole target."""
-    attention: Literal["auto", "blocks"] = "auto"
-    """How the drafter's attention is computed. `auto`: with the device's fused kernel if it passes a trial, else as
-    with `blocks`. `blocks`: with plain matrix products, block by block."""
     gradient_checkpointing: bool = False
     """Recompute the drafter's layer in the backward pass: less memory, more time, same gradients."""
     seed: Seed = 0
     """Seed of the row order, the initial weights and the noise."""
-    resume: Literal["auto", "never"] = "auto"
-    """`auto` continues from the last checkpoint in <output_dir>/checkpoints; `never` refuses to start if one exists."""
     save_every_steps: Count = 500
-    """Optimiser steps between checkpoints."""
+    """Optimiser steps between checkpoints. A run continues from the last one in <output_dir>/checkpoints."""
     keep_checkpoints: Size = 2
     """Number of checkpoints to keep; older ones are deleted."""
     log_every_steps: Count = 10
@@ -607,12 +589,6 @@ class TrainSection(Section):
     or another of accelerate's trackers, by name."""
 
 
-def is_default(key: str, value: Any) -> bool:
-    """Whether `train.<name>` has the schema's default, which does not depend on the drafter."""
-    section, _, name = key.partition(".")
-    return section == "train" and name in TrainSection.model_fields and value == getattr(TrainSection(), name)
-
-
 class LabelSection(Section):
     """Labelled draft trees (data_gen/label_trees.py), a C2T classifier's training data."""
 
@@ -625,8 +601,6 @@ class LabelSection(Section):
     """Children per expanded node, and width of the beam."""
     draft_calls: Depth = 11
     """Depth of the trees. top_k 10 and draft_calls 11 give 1,010 nodes below a root."""
-    entropy_over: Size = 1000
-    """Number of likeliest tokens in the entropy (the paper's M)."""
     batch_size: Size = 16
     """Answers processed side by side."""
     out: str | None = None
@@ -645,8 +619,6 @@ class ClassifierSection(Section):
     """File that data_gen/label_trees.py wrote. Default: <output_dir>/labelled_trees.safetensors."""
     hidden: Size = 48
     """Width of its one hidden layer. With init_from it is that one's."""
-    negative_ratio: Positive | None = 10.0
-    """Rejected rows kept for each accepted one. None: all. What a confidence threshold means depends on this ratio."""
     batch_size: Size = 1024
     """Rows per step."""
     learning_rate: Positive | None = None
@@ -728,10 +700,10 @@ class TreeSection(Section):
     def _possible(self) -> "TreeSection":
         owners = {"paths": ["static"], "ddd": ["ddd"], "svip": ["svip", "svip_tree"], "c2t": ["c2t"]}
         for key, policies in owners.items():
-            if key in self.meant and self.policy not in policies:
+            if key in self.changed_keys and self.policy not in policies:
                 raise ValueError(f"{key} is for policy {' or '.join(policies)}, but policy is {self.policy}")
         if self.policy == "auto":
-            given = self.meant - {"policy", "vocab_size"}
+            given = self.changed_keys - {"policy", "vocab_size"}
             if given:
                 raise ValueError(f"auto chooses {', '.join(sorted(given))} itself: leave it out, or name a policy")
             return self
@@ -899,52 +871,11 @@ class AcceptanceSection(Section):
         return self
 
 
-def check_beside(acceptance: AcceptanceSection | None, tree: TreeSection) -> None:
-    """Raises ValueError if a tree cannot be chosen for an acceptance rule."""
-    if acceptance is not None and tree.policy == "auto":
-        raise ValueError("policy auto predicts what exact acceptance takes: name a policy beside acceptance")
-
-
-def with_papers_tree(values: Any) -> Any:
-    """A row's values, missing keys of the trees of proposers sam (arXiv 2411.10666) and hierarchy (arXiv 2505.22179)
-    filled with their papers'."""
-    if not isinstance(values, dict) or values.get("proposer") not in ("sam", "hierarchy"):
-        return values
-    tree = values.get("tree") or {}
-    possible = ("eagle2", "chain") if values["proposer"] == "sam" else ("eagle2",)
-    if not isinstance(tree, dict) or tree.get("policy", "eagle2") not in possible:
-        return values  # validation reports it
-    if values["proposer"] == "hierarchy":
-        return {**values, "tree": {"nodes": 30, "draft_calls": 3} | tree}
-    nodes = tree.get("nodes", 60)
-    defaults: dict[str, Any] = {} if "draft_calls" in tree and tree.get("policy") == "chain" else {"nodes": 60}
-    if tree.get("policy") != "chain" and isinstance(nodes, int):
-        defaults |= {"draft_calls": nodes - 1, "top_k": 8}
-    return {**values, "tree": defaults | tree}
-
-
-def check_sam_settings(
-    proposer: ProposerName, tree: TreeSection, sam: SamSection | None, router: RouterSection | None
-) -> None:
-    """Raises ValueError if a row's SAM-Decoding, alone or beside a proposer, cannot be."""
-    if proposer == "sam" and (tree.policy not in ("eagle2", "chain") or tree.draw == "sampled"):
-        raise ValueError("sam copies tokens: its tree is of policy eagle2 or chain, without draw")
-    if proposer == "sam" and tree.vocab_size is not None:
-        raise ValueError("sam has no vocabulary to cut: leave tree.vocab_size out")
-    if sam is not None and proposer != "sam":
-        raise ValueError(f"sam is for proposer sam, not {proposer}; beside it, sam is set under router")
-    if router is not None and proposer == "sam":
-        raise ValueError("router puts sam beside another proposer: leave it out, or name that proposer")
-    if router is not None and router.fuse and tree.draw == "sampled":
-        raise ValueError(
-            "router.fuse: drawn tokens cannot get siblings that were not drawn and stay lossless; leave tree.draw or "
-            "router.fuse out"
-        )
-
-
 class ContenderSection(Section):
-    name: str
-    """Its row in the table."""
+    """What drafts for the target, and how: a row of the table."""
+
+    name: Text | None = None
+    """Its name in the table. None: what drafts, and the tree."""
     proposer: ProposerName = "drafter"
     """The trained drafter, prompt lookup (copies the tokens that followed the last n-gram earlier in the text), a small
     causal LM with the target's tokenizer, SAM-Decoding (copies what followed the longest known end of the text), or a
@@ -958,46 +889,79 @@ class ContenderSection(Section):
     """For a hierarchy: length at which its chain ends; it may exceed this by at most tree.draft_calls. Default: 6. Its
     tree has 30 nodes in 3 draft calls by default."""
     quantization: Precision = None
-    """Precision of the target in this row. Plain decoding in that precision then gets its own row."""
+    """Precision of the target for this contender. Plain decoding in that precision then gets its own row."""
     sam: SamSection | None = None
     """Settings of proposer sam. Its trees are of policy eagle2 (grown from a corpus's continuations; by default 60
     nodes of any depth, top_k 8) or chain."""
     router: RouterSection | None = None
     """SAM-Decoding beside the proposer. None: the proposer alone."""
     acceptance: AcceptanceSection | None = None
-    """A relaxed acceptance rule. None: the lossless one, whatever eval.acceptance says."""
+    """A relaxed acceptance rule. None: the lossless one."""
     tree: TreeSection = TreeSection()
 
-    _papers_tree = model_validator(mode="before")(with_papers_tree)
+    @model_validator(mode="before")
+    @classmethod
+    def _published_tree_defaults(cls, values: Any) -> Any:
+        """Fills missing keys of the trees of sam (arXiv 2411.10666) and hierarchy (arXiv 2505.22179) with their
+        papers'."""
+        if not isinstance(values, dict) or values.get("proposer") not in ("sam", "hierarchy"):
+            return values
+        tree = values.get("tree") or {}
+        possible = ("eagle2", "chain") if values["proposer"] == "sam" else ("eagle2",)
+        if not isinstance(tree, dict) or tree.get("policy", "eagle2") not in possible:
+            return values  # validation reports it
+        if values["proposer"] == "hierarchy":
+            return {**values, "tree": {"nodes": 30, "draft_calls": 3} | tree}
+        nodes = tree.get("nodes", 60)
+        defaults: dict[str, Any] = {} if "draft_calls" in tree and tree.get("policy") == "chain" else {"nodes": 60}
+        if tree.get("policy") != "chain" and isinstance(nodes, int):
+            defaults |= {"draft_calls": nodes - 1, "top_k": 8}
+        return {**values, "tree": defaults | tree}
 
     @model_validator(mode="after")
-    def _plannable(self) -> Self:
-        if self.quantization is not None and self.tree.policy == "auto":
+    def _refuse_auto_tree(self) -> Self:
+        if self.tree.policy == "auto" and self.quantization is not None:
             raise ValueError("policy auto plans for the recipe's own target: name a policy beside quantization")
-        check_beside(self.acceptance, self.tree)
+        if self.tree.policy == "auto" and self.acceptance is not None:
+            raise ValueError("policy auto predicts what exact acceptance takes: name a policy beside acceptance")
         return self
 
     @model_validator(mode="after")
-    def _drafts_what_it_can(self) -> "ContenderSection":
-        if self.min_draft_length is not None and self.proposer != "hierarchy":
-            raise ValueError(f"min_draft_length is for proposer hierarchy, not {self.proposer}")
-        if self.proposer == "hierarchy" and (self.tree.policy in ("auto", "c2t") or self.tree.draw == "sampled"):
+    def _check_tree(self) -> Self:
+        """Refuses trees that the proposer cannot draft, and keys that are another proposer's."""
+        proposer, tree, router = self.proposer, self.tree, self.router
+        if self.min_draft_length is not None and proposer != "hierarchy":
+            raise ValueError(f"min_draft_length is for proposer hierarchy, not {proposer}")
+        if proposer == "hierarchy" and (tree.policy in ("auto", "c2t") or tree.draw == "sampled"):
             raise ValueError(
                 "a hierarchy's drafter drafts ranked trees for its small model: name a policy other than auto and c2t, "
                 "and leave draw out"
             )
-        check_sam_settings(self.proposer, self.tree, self.sam, self.router)
-        if self.proposer == "prompt_lookup" and self.tree.policy != "chain":
+        if proposer == "sam" and (tree.policy not in ("eagle2", "chain") or tree.draw == "sampled"):
+            raise ValueError("sam copies tokens: its tree is of policy eagle2 or chain, without draw")
+        if proposer == "prompt_lookup" and tree.policy != "chain":
             raise ValueError("prompt lookup drafts chains: say tree: {policy: chain, nodes: 11}")
-        if self.proposer == "prompt_lookup" and self.tree.draw == "sampled":
+        if proposer == "prompt_lookup" and tree.draw == "sampled":
             raise ValueError("prompt lookup copies tokens and draws none: leave tree.draw out")
-        if self.proposer == "prompt_lookup" and self.tree.vocab_size is not None:
-            raise ValueError("prompt lookup has no vocabulary to cut: leave tree.vocab_size out")
-        if self.proposer not in ("drafter", "hierarchy") and self.drafter is not None:
-            raise ValueError(f"drafter is for proposers drafter and hierarchy, not {self.proposer}")
-        if (self.proposer in ("causal_lm", "hierarchy")) != (self.draft_model is not None):
+        if proposer in ("sam", "prompt_lookup") and tree.vocab_size is not None:
+            raise ValueError(f"{proposer} has no vocabulary to cut: leave tree.vocab_size out")
+        if self.sam is not None and proposer != "sam":
+            raise ValueError(f"sam is for proposer sam, not {proposer}; beside it, sam is set under router")
+        if router is not None and proposer == "sam":
+            raise ValueError("router puts sam beside another proposer: leave it out, or name that proposer")
+        if router is not None and router.fuse and tree.draw == "sampled":
+            raise ValueError(
+                "router.fuse: drawn tokens cannot get siblings that were not drawn and stay lossless; leave tree.draw "
+                "or router.fuse out"
+            )
+        if (proposer in ("causal_lm", "hierarchy")) != (self.draft_model is not None):
             raise ValueError("draft_model goes with proposer causal_lm or hierarchy: give both or neither")
         return self
+
+    @property
+    def drafts_by_drafter(self) -> bool:
+        """Whether it drafts by a trained drafter."""
+        return self.proposer in ("drafter", "hierarchy")
 
 
 class PlannerSection(Section):
@@ -1013,12 +977,11 @@ class PlannerSection(Section):
     SVIP and SVIP trees in two sizes or thresholds each."""
     seconds: Seconds = 60.0
     """Time to choose in. A first look at all candidates is always taken; the time left goes to the fastest ones."""
-    context: Count | None = None
-    """Number of committed tokens at which costs are measured. The timed rounds after them must also fit in the target's
-    positions. None: the mean over the recorded answers, or as much of it as fits."""
 
 
-class EvalSection(Section):
+class EvalSection(ContenderSection):
+    """The main contender, and what is the same for all."""
+
     drafter: str | None = None
     """Directory of the drafter, or its Hub id (USER/NAME, or USER/NAME@REVISION). Drafters of other projects
     (docs/serving.md) are imported once, into <output_dir>/imported. Default: <output_dir>/drafter."""
@@ -1050,35 +1013,30 @@ class EvalSection(Section):
     token_counts: str | None = None
     """Token counts that tree.vocab_size ranks by. Default: <output_dir>/token_counts.safetensors, written by
     data_gen/rank_vocab.py."""
-    proposer: Literal["drafter", "sam"] = "drafter"
-    """Who drafts in the recipe's own row of the table: the trained drafter, or SAM-Decoding alone."""
-    tree: TreeSection = TreeSection()
-    sam: SamSection | None = None
-    """Settings of proposer sam. For its trees, see `also`."""
-    router: RouterSection | None = None
-    """SAM-Decoding beside the drafter. None: the drafter alone."""
-    acceptance: AcceptanceSection | None = None
-    """A relaxed acceptance rule. None: the lossless one."""
     planner: PlannerSection = PlannerSection()
     also: list[ContenderSection] = []
-    """Further rows of the table, measured on the same prompts in the same run, interleaved."""
-    bootstrap_samples: int = Field(default=2000, ge=100, le=100_000)
-    """Resamplings of the prompts for each 95 % interval."""
+    """Further contenders, measured on the same prompts in the same run, interleaved."""
     seed: Seed = 0
     """Seed of the bootstrap and, if temperature is above 0, of the sampling."""
-    report_answers: CountOrZero = 12
-    """Answers shown token by token in report.html."""
     out: str | None = None
     """Folder for acceptance.json, generations.jsonl and report.html. Default: <output_dir>/eval. Replay writes to its
     subfolder `replay`."""
 
-    _papers_tree = model_validator(mode="before")(with_papers_tree)
-
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        check_sam_settings(self.proposer, self.tree, self.sam, self.router)
-        check_beside(self.acceptance, self.tree)
+    def _drafters_are_used(self) -> Self:
+        problems = [
+            f"also.{i}.drafter: is for proposers drafter and hierarchy, not {each.proposer}"
+            for i, each in enumerate(self.also)
+            if each.drafter is not None and not each.drafts_by_drafter
+        ]
+        if problems:
+            raise ImpossibleSettings(problems)
         return self
+
+    @property
+    def contenders(self) -> list[ContenderSection]:
+        """All of them, the main one first."""
+        return [self, *self.also]
 
 
 class ExportSection(Section):
@@ -1232,8 +1190,8 @@ class Recipe(Section):
             )
         if not (train.token_loss or train.feature_loss or train.top_k_loss or train.rank_loss):
             problems.append(
-                "train.token_loss: 0, as are feature_loss, top_k_loss and rank_loss: nothing would be learnt; give one "
-                "a weight"
+                "train.token_loss: all loss weights are 0 (token_loss, feature_loss, top_k_loss, rank_loss): set one "
+                "above 0"
             )
         if isinstance(train.step_weight, list) and (
             len(train.step_weight) != train.ttt_steps or not any(train.step_weight)
@@ -1318,15 +1276,14 @@ class Recipe(Section):
     @property
     def static_sams(self) -> list[Path]:
         """The sorted corpora that contenders look in."""
-        sections = [each for row in (self.eval, *self.eval.also) for each in (row.sam, row.router)]
+        sections = [each for contender in self.eval.contenders for each in (contender.sam, contender.router)]
         return [Path(section.static) for section in sections if section is not None and section.static is not None]
 
     @property
     def measures_drafter(self) -> bool:
         """Whether a contender drafts by eval.drafter."""
-        if self.eval.proposer == "drafter":
-            return True
-        return any(row.proposer in ("drafter", "hierarchy") and row.drafter is None for row in self.eval.also)
+        others = any(each.drafts_by_drafter and each.drafter is None for each in self.eval.also)
+        return others or self.eval.drafts_by_drafter
 
     @property
     def drafter_dir(self) -> Path:

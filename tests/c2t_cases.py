@@ -31,9 +31,7 @@ def made_trees(trees: int, rows: int, seed: int = 0, law: Callable[..., torch.Te
         features.append(torch.stack((P, H, d), dim=-1))
         accepted.append((P > 0.7) & (d < 7) if law is None else law(P, H, d))
     sizes = torch.tensor([*map(len, accepted)])
-    return Trees(
-        torch.cat(features), torch.cat(accepted), sizes, {"entropy_over": 1000, "drafter": {"proposer": "toy"}}
-    )
+    return Trees(torch.cat(features), torch.cat(accepted), sizes, {"drafter": {"proposer": "toy"}})
 
 
 def same_trees(a: Trees, b: Trees) -> bool:
@@ -67,7 +65,6 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "classifier": {"epochs": 4, "validation_share": 0.2},
         "eval": {
             "answers": str(folder / "answers.jsonl"),
-            "bootstrap_samples": 100,
             "tree": {"draft_calls": 4, "top_k": 4, "nodes": 10},
             "also": [{"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 6}}],
         },

@@ -329,7 +329,6 @@ def c2t_tree(
     top_k: int,
     calls: int,
     nodes: int | None,
-    entropy_over: int,
 ) -> tuple[list[Path], int]:
     """(paths, draft calls). `confidence` is asked with joint probability, the parent's entropy and the depth from 0."""
     frontier: list[Path] = [()]
@@ -338,7 +337,7 @@ def c2t_tree(
     while frontier and depth < calls:
         candidates = []
         for parent in frontier:
-            spread = entropy_in_nats(table(parent), entropy_over)
+            spread = entropy_in_nats(table(parent), 1000)
             for token in by_likelihood(table(parent))[:top_k]:
                 path = (*parent, token)
                 candidates.append((path, confidence(math.exp(path_value(table, path)), spread, depth)))

@@ -85,7 +85,7 @@ def evaluate(
                 shown = {"question": f"question {name}", "token_texts": words} if contender == contenders[0] else None
                 file.write(json.dumps(record_of(out, contender, "".join(words), shown)) + "\n")
     sampled = recipe.eval.temperature > 0
-    numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, 0, sampled)
+    numbers = summarise_all(results, PLAIN, 100, 0, sampled)
     report_files.write_acceptance(recipe, numbers, described(results), contenders[0], PLAIN, MADE)
     return results
 

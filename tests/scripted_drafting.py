@@ -115,9 +115,9 @@ def paths_of(tree: DraftTree, row: int) -> list[Nodes]:
     return paths
 
 
-def linear_classifier(p: float, h: float, d: float, bias: float, entropy_over: int = 1000) -> C2tClassifier:
+def linear_classifier(p: float, h: float, d: float, bias: float) -> C2tClassifier:
     """C = sigmoid(p P + h H + d depth + bias + relu(P - 0.3)): the first three units pass the features through."""
-    classifier = C2tClassifier(C2tConfig(entropy_over=entropy_over)).requires_grad_(False)
+    classifier = C2tClassifier(C2tConfig()).requires_grad_(False)
     for parameter in classifier.parameters():
         parameter.zero_()
     classifier.hidden.weight[:3] = torch.eye(3)

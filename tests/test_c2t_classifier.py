@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.eval.decoding.policies import C2T, policy_of
+from draftsmith.models import c2t
 from draftsmith.models.c2t import C2tClassifier, C2tConfig, entropy, node_features, read_c2t_config
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TreeSection
@@ -19,12 +20,13 @@ from tests import reference
 from tests.scripted_drafting import VOCAB, Table
 
 
-def test_features_equal_their_slow_twin() -> None:
+def test_features_equal_their_slow_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table(1)
     log_probs = torch.stack([table.row((token,)) for token in range(3)])  # [3, Vd]
     values = torch.tensor([[-0.5, -1.0, -math.inf], [0.0, -3.0, -9.0], [-2.0, -2.0, -2.5]])
     for over in (1, 4, VOCAB, 1000):
-        features = node_features(values, log_probs, 3, over)
+        monkeypatch.setattr(c2t, "ENTROPY_OVER", over)
+        features = node_features(values, log_probs, 3)
         assert features.shape == (3, 3, 3)
         for i, j in itertools.product(range(3), repeat=2):
             H = reference.entropy_in_nats(table((i,)), over)
@@ -41,7 +43,7 @@ def test_entropy_of_certain_and_of_broken_distributions() -> None:
 
 
 def test_a_classifier_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    config = C2tConfig(hidden=7, entropy_over=50, negative_ratio=3.5, drafter={"target": {"hidden_size": 64}})
+    config = C2tConfig(hidden=7, drafter={"target": {"hidden_size": 64}})
     classifier = C2tClassifier(config)
     features = torch.rand(4, 5, 3)
     for _ in range(2):  # over an older one, too
@@ -89,7 +91,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another width": (lambda d: change_config(d, hidden=47), "hidden: 47.*size mismatch for hidden.weight"),
     "a huge width": (lambda d: change_config(d, hidden=1_000_000), "hidden: 1000000.*size mismatch"),
     "no width": (lambda d: change_config(d, hidden="48"), "not a C2T classifier's: hidden: "),
-    "no M": (lambda d: change_config(d, entropy_over=0), "not a C2T classifier's: entropy_over: "),
     "another key": (lambda d: change_config(d, layers=3), "not a C2T classifier's: layers: "),
     "missing tensor": (lambda d: change_weights(d, lambda t: t.pop("output.bias")), "Missing key.*output.bias"),
 }

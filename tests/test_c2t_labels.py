@@ -17,6 +17,7 @@ from draftsmith.eval.decoding.decode import decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_states, replay
+from draftsmith.models import c2t
 from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import Draws
@@ -64,15 +65,13 @@ def written_answer(chance: random.Random, tokens: int, table: type[Table] = Tabl
     return RecordedAnswer(prompt, text[len(prompt) :], conversation_id=str(chance.random()))
 
 
-def slow_rows(answer: RecordedAnswer, section: LabelSection) -> tuple[list[list[tuple]], int]:
+def slow_rows(answer: RecordedAnswer, section: LabelSection, over: int) -> tuple[list[list[tuple]], int]:
     """(rows of each tree, sorted; nodes below the end) along one answer, root by root."""
     trees, below, done = [], 0, 1
     while done < len(answer.tokens):
         said = tuple((token - 1) // 2 if token % 2 else -1 for token in answer.tokens[done:])
         table = Table(text_seed([*answer.prompt, *answer.tokens[:done]]))
-        rows, accepted, beyond = reference.c2t_rows(
-            table, section.top_k, section.draft_calls, section.entropy_over, said
-        )
+        rows, accepted, beyond = reference.c2t_rows(table, section.top_k, section.draft_calls, over, said)
         trees.append(sorted(rows))
         below += beyond
         done += accepted + 1
@@ -87,21 +86,25 @@ def fast_rows(labelled: Labelled) -> list[list[tuple]]:
 
 
 SECTIONS = [
-    LabelSection(top_k=3, draft_calls=4, entropy_over=5),
+    LabelSection(top_k=3, draft_calls=4),
     LabelSection(top_k=1, draft_calls=3),
     LabelSection(top_k=5, draft_calls=1),
-    LabelSection(top_k=VOCAB + 2, draft_calls=3, entropy_over=VOCAB),  # more than there are tokens
+    LabelSection(top_k=VOCAB + 2, draft_calls=3),  # more than there are tokens
 ]
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: f"{section.top_k} x {section.draft_calls}")
-def test_rows_are_those_of_the_slow_twin_answer_by_answer(section: LabelSection) -> None:
+def test_rows_are_those_of_the_slow_twin_answer_by_answer(
+    section: LabelSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = 5 if section.draft_calls == 4 else 1000
+    monkeypatch.setattr(c2t, "ENTROPY_OVER", over)
     chance = random.Random(section.top_k)
     answers = [written_answer(chance, tokens) for tokens in (2, 9, 30, 17, 30)]
     together = label(Along(), answers, None, unasked_target(1000), section)
     accepted = beyond = 0
     for answer, labelled in zip(answers, together, strict=True):
-        expected, below = slow_rows(answer, section)
+        expected, below = slow_rows(answer, section, over)
         found = fast_rows(labelled)
         assert [len(tree) for tree in found] == [len(tree) for tree in expected]
         for mine, its in zip(found, expected, strict=True):
@@ -193,7 +196,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 def test_every_kind_of_drafter_is_labelled_as_it_drafts(kind: str) -> None:
     """Rounds of replay, and P and H of the accepted nodes from distributions that are drafted along the path alone."""
     target, drafter = pair_of_kind(kind, "llama", None)
-    section, depth = LabelSection(top_k=4, draft_calls=4, entropy_over=20), 4
+    section, depth = LabelSection(top_k=4, draft_calls=4), 4
     answers = [RecordedAnswer(prompt, greedy(target, prompt, 24)) for prompt in PROMPTS[:3]]
     drafting = FeatureDrafting(drafter)
     states = read_states(target, answers, drafting.capture_layers, Agreement.of(target))
@@ -206,7 +209,7 @@ def test_every_kind_of_drafter_is_labelled_as_it_drafts(kind: str) -> None:
     for answer, labelled, counts in zip(answers, found, taken, strict=True):
         alone = FeatureDrafting(drafter)
         states = read_states(target, [answer], alone.capture_layers, Agreement.of(target))
-        path = AlongTheAnswer(answer, counts, section.entropy_over)
+        path = AlongTheAnswer(answer, counts)
         verifier = RecordedVerifier([answer], states, target)
         decode(verifier, PolicyProposer(alone, path), [answer.prompt], (), [len(answer.tokens)])
         assert len(path.rows) == len(labelled.features)
@@ -218,8 +221,8 @@ def test_every_kind_of_drafter_is_labelled_as_it_drafts(kind: str) -> None:
 class AlongTheAnswer:
     """A policy that drafts what the target says and nothing else: of every round so many tokens."""
 
-    def __init__(self, answer: RecordedAnswer, counts: Sequence[int], entropy_over: int) -> None:
-        self.answer, self.counts, self.entropy_over = answer, counts, entropy_over
+    def __init__(self, answer: RecordedAnswer, counts: Sequence[int]) -> None:
+        self.answer, self.counts = answer, counts
         self.done, self.rows = 1, []
 
     def grow(
@@ -229,7 +232,7 @@ class AlongTheAnswer:
         log_probs, joint, rows = drafting.root_log_probs()[0], 0.0, []
         for depth, token in enumerate(said):
             joint += float(log_probs[token])
-            rows.append((math.exp(joint), reference.entropy_in_nats(log_probs.tolist(), self.entropy_over), depth))
+            rows.append((math.exp(joint), reference.entropy_in_nats(log_probs.tolist(), 1000), depth))
             if depth + 1 < len(said):
                 log_probs = drafting.expand(torch.tensor([[depth]]), torch.tensor([[token]]), depth + 1)[0, 0]
         self.rows.append(rows)

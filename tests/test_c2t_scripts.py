@@ -16,7 +16,7 @@ from draftsmith.data_gen.trees import labelling
 from draftsmith.data_gen.trees.labelled_trees import Trees
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import loaded_drafting, loaded_identity, main_contender
-from draftsmith.models.c2t import C2tClassifier, C2tConfig, read_c2t_config
+from draftsmith.models.c2t import C2tConfig, read_c2t_config
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
@@ -37,7 +37,7 @@ def test_from_answers_to_acceptance(place: Path, script: Callable[..., str], tmp
     trees = Trees.read(tmp_path / "rows")
     lineup, drafts = LoadedModels(TargetFiles(recipe_of(place).target)), main_contender(recipe_of(place))
     assert trees.about["drafter"] == loaded_identity(lineup, drafts, loaded_drafting(lineup, drafts).vocab)
-    assert (trees.about["entropy_over"], trees.about["answers"]) == (1000, 8)
+    assert trees.about["answers"] == 8
     assert len(trees.accepted) + trees.about["dropped_beyond"] == 52 * len(trees.sizes)
     assert int(trees.accepted.sum()) > 20
     assert trees.features[:, 2].unique().tolist() == [0, 1, 2, 3]
@@ -49,7 +49,7 @@ def test_from_answers_to_acceptance(place: Path, script: Callable[..., str], tmp
         *("config.json", "metrics.jsonl", "model.safetensors", "provenance.json", "recipe.yaml")
     ]
     config = read_c2t_config(tmp_path / "c2t")
-    assert config == C2tConfig(negative_ratio=10.0, drafter=trees.about["drafter"])
+    assert config == C2tConfig(drafter=trees.about["drafter"])
     assert len((tmp_path / "c2t/metrics.jsonl").read_text().splitlines()) == 4
     first = content_of(tmp_path / "c2t")
     script(c2t, rows, out)
@@ -119,7 +119,7 @@ def test_a_drafter_is_not_replaced_by_a_classifier(place: Path, script: Callable
 def test_too_few_epochs_are_told(script: Callable[..., str], tmp_path: Path) -> None:
     made_trees(30, 40).write(tmp_path / "rows")
     here = f"classifier.rows={tmp_path / 'rows'}", f"classifier.out={tmp_path / 'c2t'}"
-    said = script(c2t, *here, "classifier.epochs=1", "classifier.batch_size=16", "classifier.negative_ratio=null")
+    said = script(c2t, *here, "classifier.epochs=1", "classifier.batch_size=16")
     assert "recall 0.0000" in said and "note: the validation loss still falls, or nothing passes yet" in said
     said = script(c2t, *here, "classifier.epochs=1500", "classifier.learning_rate=0.1")
     assert "recall 0.0000" not in said and "note: " not in said
@@ -130,7 +130,6 @@ def test_a_classifier_s_mistakes_are_told_at_once_and_before_training(
 ) -> None:
     (tmp_path / "file").touch()
     made_trees(30, 40).write(tmp_path / "rows")
-    C2tClassifier(C2tConfig(entropy_over=50)).save(tmp_path / "other")
     for plan in ((), ("--plan",)):
         with pytest.raises(UserError) as error:
             init = f"classifier.init_from={tmp_path / 'nowhere'}"
@@ -139,10 +138,6 @@ def test_a_classifier_s_mistakes_are_told_at_once_and_before_training(
             error.value.problems, ("no labelled trees here", "no C2T classifier here", "is a file; name"), strict=True
         ):
             assert told in problem
-        with pytest.raises(UserError, match=r"over 1000 tokens, but .*other was trained on entropies over 50"):
-            rows, init = f"classifier.rows={tmp_path / 'rows'}", f"classifier.init_from={tmp_path / 'other'}"
-            script(c2t, rows, init, f"classifier.out={tmp_path / 'new'}", *plan)
-    assert not (tmp_path / "new").exists()
 
 
 def test_a_drafter_of_nan_is_told_after_the_first_batch(

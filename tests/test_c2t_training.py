@@ -15,9 +15,9 @@ from tests import reference
 from tests.c2t_cases import made_trees
 
 
-def test_a_separable_law_is_learnt_and_the_ratio_is_stored() -> None:
+def test_a_separable_law_is_learnt() -> None:
     trees = made_trees(200, 100)
-    section = ClassifierSection(epochs=120, learning_rate=0.01, negative_ratio=8.0, hidden=12)
+    section = ClassifierSection(epochs=120, learning_rate=0.01, hidden=12)
     classifier, _, best = train_classifier(section, trees, None)
     assert best["recall"] > 0.95
     assert best["precision"] > 0.9
@@ -26,10 +26,7 @@ def test_a_separable_law_is_learnt_and_the_ratio_is_stored() -> None:
     right = (classifier.confidence(other.features) >= 0.5) == other.accepted
     assert float(right.float().mean()) > 0.98
     drafter = {"proposer": "toy"}
-    assert classifier.config == C2tConfig(hidden=12, entropy_over=1000, negative_ratio=8.0, drafter=drafter)
-    trees.about["entropy_over"] = 77
-    classifier, _, _ = train_classifier(section.model_copy(update={"epochs": 1, "negative_ratio": None}), trees, None)
-    assert classifier.config == C2tConfig(hidden=12, entropy_over=77, negative_ratio=None, drafter=drafter)
+    assert classifier.config == C2tConfig(hidden=12, drafter=drafter)
 
 
 def test_equal_seeds_give_equal_classifiers_and_nobody_else_s_draws_move() -> None:
@@ -45,12 +42,12 @@ def test_equal_seeds_give_equal_classifiers_and_nobody_else_s_draws_move() -> No
         assert torch.equal(mine, its)
 
 
-@pytest.mark.parametrize("ratio", [None, 0.5, 2.0, 1e9])
-def test_every_epoch_draws_its_rejected_rows_anew(ratio: float | None) -> None:
-    accepted = made_trees(20, 100).accepted
-    section = ClassifierSection(negative_ratio=ratio, batch_size=64)
+@pytest.mark.parametrize("ratio", [1, 2, 10**9])
+def test_every_epoch_draws_its_rejected_rows_anew(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classifier_training, "NEGATIVES", ratio)
+    accepted, section = made_trees(20, 100).accepted, ClassifierSection(batch_size=64)
     positives, negatives = int(accepted.sum()), int((~accepted).sum())
-    wanted = negatives if ratio is None else min(negatives, round(ratio * positives))
+    wanted = min(negatives, ratio * positives)
     epochs = []
     for epoch in (1, 2, 1):
         batches = list(epoch_batches(accepted, section, epoch))
@@ -84,8 +81,9 @@ def test_whole_trees_are_kept_out() -> None:
         split(trees.chosen(torch.tensor([0])), section)
 
 
-def test_numbers_of_an_epoch_equal_their_slow_twins() -> None:
-    trees, section = made_trees(30, 40), ClassifierSection(negative_ratio=1.5)
+def test_numbers_of_an_epoch_equal_their_slow_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classifier_training, "NEGATIVES", 2)
+    trees = made_trees(30, 40)
     torch.manual_seed(0)
     classifier = C2tClassifier(C2tConfig(hidden=5)).requires_grad_(False)
     classifier.output.bias.fill_(-0.1)
@@ -95,12 +93,12 @@ def test_numbers_of_an_epoch_equal_their_slow_twins() -> None:
     passed = [c >= 0.5 for c in C]
     hits = sum(p and s for p, s in zip(passed, said, strict=True))
     assert 0 < hits < sum(passed) < len(passed)
-    found = validate(classifier, trees, section)
+    found = validate(classifier, trees)
     assert found["recall"] == hits / sum(said)
     assert found["positive_rate"] == sum(passed) / len(passed)
     assert found["precision"] == hits / sum(passed)
     positives, negatives = sum(said), len(said) - sum(said)
-    drawn = round(1.5 * positives)
+    drawn = 2 * positives
     loss = -sum(math.log(c) for c, s in zip(C, said, strict=True) if s)
     loss -= drawn / negatives * sum(math.log(1 - c) for c, s in zip(C, said, strict=True) if not s)
     assert found["validation_loss"] == pytest.approx(loss / (positives + drawn), rel=1e-5)
@@ -110,7 +108,7 @@ def test_recall_selects_the_epoch_then_the_lower_positive_rate(monkeypatch: pyte
     scripted = [(0.5, 0.01), (0.9, 0.3), (0.9, 0.2), (0.9, 0.2), (0.8, 0.01), (0.9, 0.25)]
     weights = []
 
-    def validated(classifier: C2tClassifier, trees: Trees, section: ClassifierSection) -> dict[str, float]:
+    def validated(classifier: C2tClassifier, trees: Trees) -> dict[str, float]:
         recall, positive_rate = scripted[len(weights)]
         weights.append({name: tensor.clone() for name, tensor in classifier.state_dict().items()})
         return {"validation_loss": 1.0, "recall": recall, "positive_rate": positive_rate, "precision": 0.0}

@@ -68,28 +68,33 @@ def test_one_contender_for_each_argument(place: Path) -> None:
             "eval.tree.nodes=8",
             "deep: eval.tree={policy: ddd, nodes: 9} ",
             str(place / "other.yaml"),
-            f"eval.drafter={place / 'other/drafter'}",
+            f"other: eval.drafter={place / 'other/drafter'}",
             "eval.tree.vocab_size=16",
-            "eval.tree.nodes=8",
+            "again: eval.tree.nodes=8",
+            f"its own: {place / 'other.yaml'}",
+            "copy: eval.proposer=prompt_lookup eval.tree={policy: chain}",
         ],
     )
     assert recipe.eval.max_prompts == 2
     assert [(c.name, c.tree.policy, c.tree.most) for c in found] == [
-        (f"eagle3, tree of 12, {place / 'run/drafter'}", "eagle2", 12),
+        ("eagle3, tree of 12", "eagle2", 12),
         ("lookup", "chain", 6),
         ("eagle3, tree of 8", "eagle2", 8),
         ("deep", "ddd", 9),
         ("eagle3, chain of 3", "chain", 4),
-        (f"eagle3, tree of 12, {place / 'other/drafter'}", "eagle2", 12),
+        ("other", "eagle2", 12),
         ("eagle3, tree of 12, 16 tokens", "eagle2", 12),
-        ("eagle3, tree of 8 (2)", "eagle2", 8),  # the same again: how much does this machine waver?
+        ("again", "eagle2", 8),  # how much does this machine waver?
+        ("its own", "chain", 4),
+        ("copy", "chain", 6),
     ]
-    folders = ["run", None, "run", "run", "other", "other", "run", "run"]
+    folders = ["run", None, "run", "run", "other", "other", "run", "run", "other", None]
     assert [c.drafter and c.drafter.parent.name for c in found] == folders
     # Single keys add to the recipe's, a section replaces it.
     assert found[2].tree.calls == 3 and found[3].tree.calls == 11
     assert found[6].token_counts == place / "run/token_counts.safetensors" and found[0].token_counts is None
-    (note,) = notes
+    assert len(notes) == 2 and notes[0] == notes[1]
+    note = notes[0]
     assert "other.yaml says eval.prompts None (here " in note and "eval.max_new_tokens 512 (here 24)" in note
 
 
@@ -110,12 +115,12 @@ def test_every_problem_of_every_recipe_at_once(place: Path, tmp_path: Path) -> N
         f"--compare '{broken}': {broken}:3: unknown key `evil`",
         f"--compare '{broken}': {broken}:4: `train.max_steps`",
         "--compare 'eval.tree.nodes=1': override 'eval.tree.nodes=1': `eval.tree.nodes`: expected at least 2",
-        "eval.max_new_tokens is the same for all contenders; they may differ only in eval.proposer, eval.tree",
+        "eval.max_new_tokens is the same for all contenders; they may differ only in eval.proposer, eval.drafter",
         "target.dtype is the same for all contenders",
         "gone.yaml: no such recipe file",
         "did you mean `eval.tree.nodes`",
         "leave nodes, draft_calls, top_k out",
-        "--compare 'name only: ': name only: : no such recipe file",
+        "--compare 'name only: ': name only:: no such recipe file",
     ):
         assert any(said in problem for problem in problems), (said, problems)
     assert len(problems) == 9
@@ -128,10 +133,10 @@ def test_rows_of_a_compared_recipe_are_left_out_with_a_note(place: Path, tmp_pat
     content = yaml.safe_load((place / "recipe.yaml").read_text())
     content["eval"]["also"] = [{"name": "wide", "tree": {"nodes": 30}}]
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(content))
-    _, found, notes = load_all(str(place / "recipe.yaml"), (), [str(tmp_path / "two.yaml")])
-    assert len(found) == 2
+    _, found, notes = load_all(str(place / "recipe.yaml"), (), [f"its own: {tmp_path / 'two.yaml'}"])
+    assert [contender.name for contender in found] == ["eagle3, tree of 12", "its own"]
     assert notes == [
-        f"{tmp_path / 'two.yaml'} is compared by its eval.tree alone; the 1 contender under its eval.also is left out"
+        f"{tmp_path / 'two.yaml'} is compared by its main contender alone; those under its eval.also are left out"
     ]
 
 
@@ -148,30 +153,25 @@ def test_another_target_is_refused_with_both_sides(place: Path, tmp_path: Path) 
     content["target"] = yaml.safe_load((place / "recipe.yaml").read_text())["target"]
     content["target"]["model"] += "/../" + Path(content["target"]["model"]).name  # the same place, written otherwise
     other.write_text(yaml.safe_dump(content))
-    assert len(load_all(str(place / "recipe.yaml"), (), [str(other)])[1]) == 2
+    assert len(load_all(str(place / "recipe.yaml"), (), [f"same: {other}"])[1]) == 2
 
 
 # Names.
 
 
-def test_default_names_say_what_differs(place: Path) -> None:
+def test_contenders_are_called_what_drafts_and_their_tree(place: Path) -> None:
     recipe = load_recipe(place / "recipe.yaml")
 
-    def contender(name: str = "", **tree: Any) -> Contender:
+    def contender(name: str | None = None, **tree: Any) -> Contender:
         section = ContenderSection(name=name, tree=TreeSection.model_validate(tree))
         return contenders.contender_of(recipe, section, "here")
 
     found = named(
         [
             contender(),
-            contender(draft_calls=6),
-            contender(draft_calls=6, top_k=8),
             contender(policy="ddd"),
-            contender(policy="ddd", ddd={"threshold": -0.5}),
-            contender(policy="ddd", ddd={"at": "every"}),
             contender(policy="svip"),
-            contender(policy="svip", svip={"h": 0.5}),
-            contender("eagle3, static tree of 26", policy="chain"),
+            contender("a static one", policy="static"),
             contender(policy="static"),
             contender(vocab_size=1000),
             contender(policy="chain", draw="sampled"),
@@ -179,16 +179,12 @@ def test_default_names_say_what_differs(place: Path) -> None:
         ]
     )
     assert [c.name.removeprefix("eagle3, ") for c in found] == [
-        *("tree of 60, 8 calls, top 10", "tree of 60, 6 calls, top 10", "tree of 60, 6 calls, top 8"),
-        *("ddd of 60, threshold -0.3, at 5 7 9", "ddd of 60, threshold -0.5, at 5 7 9"),
-        *("ddd of 60, threshold -0.3, at every", "svip of up to 40, h 0.3", "svip of up to 40, h 0.5"),
-        *("static tree of 26", "static tree of 26 (2)", "tree of 60, 1,000 tokens"),
-        *("sampled chain of 5", "auto"),
+        *("tree of 60", "ddd of 60", "svip of up to 40", "a static one", "static tree of 26"),
+        *("tree of 60, 1,000 tokens", "sampled chain of 5", "auto"),
     ]
-    assert len({c.name for c in found}) == len(found)
-    with pytest.raises(UserError, match=r"here, here: names must differ; 'x' is given twice"):
-        named([contender("x"), contender("x")])
-    with pytest.raises(UserError, match="'plain decoding' is given twice"):
+    with pytest.raises(UserError, match=r"here, here: all are called 'eagle3, tree of 60'; give each its own name"):
+        named([contender(), contender(draft_calls=6)])
+    with pytest.raises(UserError, match="plain decoding, here: all are called 'plain decoding'"):
         named([contender(PLAIN)])
 
 
@@ -263,13 +259,13 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
         check(
             place,
             also(drafter="nowhere", tree={"nodes": 600}),
-            compared=("eval.tree.vocab_size=61", "eval.drafter=nowhere", "eval.drafter=elsewhere"),
+            compared=("eval.tree.vocab_size=61", "a: eval.drafter=nowhere", "b: eval.drafter=elsewhere"),
         )
     assert len(raised.value.problems) == 4
     drafters = [problem for problem in raised.value.problems if "no drafter here" in problem]
-    assert drafters[0].startswith("eval.also.0.drafter: nowhere: ")  # which --compare 'eval.drafter=nowhere' shares
+    assert drafters[0].startswith("eval.also.0.drafter: nowhere: ")  # which --compare 'a: eval.drafter=nowhere' shares
     assert drafters[0].endswith("(also affects 1 other contender)")
-    assert drafters[1].startswith("--compare 'eval.drafter=elsewhere': eval.drafter: elsewhere: ")
+    assert drafters[1].startswith("--compare 'b: eval.drafter=elsewhere': eval.drafter: elsewhere: ")
     with pytest.raises(UserError, match=r"eval\.max_new_tokens 512 leaves no room"):
         run_main(acceptance, place / "recipe.yaml", "eval.max_new_tokens=512")
     check(place)  # and nothing is wrong with the recipe itself
@@ -279,7 +275,7 @@ def test_a_cut_that_was_hardly_counted_is_noted_once(place: Path, capsys: pytest
     counts = (torch.arange(320) >= 30).long()  # the drafter has the tokens 3 to 62
     save_token_counts(place / "few", counts, tokenizer_fingerprint(make_tokenizer()), [4])
     cut, few = "eval.tree.vocab_size=50", f"eval.token_counts={place / 'few'}"
-    check(place, cut, compared=(f"{cut} {few}", f"{few} eval.tree={{nodes: 9, vocab_size: 50}}"))
+    check(place, cut, compared=(f"few: {cut} {few}", f"{few} eval.tree={{nodes: 9, vocab_size: 50}}"))
     printed = capsys.readouterr().out
     assert printed.startswith("note: eval.tree.vocab_size: only 34 of 50 draft tokens were counted")
     assert printed.count("note: ") == 1

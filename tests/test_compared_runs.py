@@ -78,7 +78,7 @@ def test_compare_measures_everyone_on_the_same_prompts(place: Path, capsys: pyte
         "eval.tree={policy: chain, nodes: 4}",
         "svip: eval.tree={policy: svip, draft_calls: 6}",
         "cut: eval.tree.vocab_size=16",
-        str(place / "other.yaml"),
+        f"other: {place / 'other.yaml'}",
         "eval.tree.nodes=4",
         "eval.tree.nodes=6",
     ]

@@ -22,8 +22,8 @@ from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command import console, pipeline
 from draftsmith.recipes.command.cli import parse_command
-from draftsmith.recipes.command.inputs import need, prompts
-from draftsmith.recipes.command.stages import INSIDE_RUN, SCRIPTS, print_next
+from draftsmith.recipes.command.inputs import made_by, require_files
+from draftsmith.recipes.command.stages import INSIDE_RUN, SCRIPTS, STAGES, print_next
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from tests.training_runs import run_main
@@ -130,7 +130,7 @@ class Stages:
             return self.fails[stage]()
         if "--plan" in words:
             return 0
-        for file in pipeline._writes(load_recipe(self.recipe_path, overrides), stage):
+        for file in STAGES[stage].writes(load_recipe(self.recipe_path, overrides)):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(f"{stage} {time.time_ns()}")
         return 0
@@ -212,7 +212,7 @@ def test_other_prompts_are_refused_where_a_drafter_was_trained(stages: Stages, t
     for change in (["data.max_prompts=9"], ["data.max_length=99"], [], ["--plan"]):
         if not change:
             prompts.write_text('{"prompt": "another"}\n')
-        with pytest.raises(UserError, match=r"^data: these are other prompts, or other answers"):
+        with pytest.raises(UserError, match=r"^data: the prompts or answers changed"):
             stages.run(*change)
         assert stages.called == []
     prompts.write_text('{"prompt": "a"}\n')
@@ -244,7 +244,7 @@ def test_files_of_a_pattern_are_compared_by_content(stages: Stages, tmp_path: Pa
     assert stages.run(*parts) == ALL and stages.run(*parts) == []
     more = tmp_path / "prompts2.jsonl"
     more.write_text('{"prompt": "b"}\n')
-    with pytest.raises(UserError, match=r"^data: these are other prompts, or other answers"):
+    with pytest.raises(UserError, match=r"^data: the prompts or answers changed"):
         stages.run(*parts)
     more.unlink()
     assert stages.run(*parts) == []
@@ -352,7 +352,7 @@ def test_a_stage_that_did_not_end_well_is_not_done(stages: Stages, capsys: pytes
     stages.fails["train"] = lambda: 0  # SIGTERM: it saved a checkpoint and ended well, without a drafter
     with pytest.raises(SystemExit) as ended:
         stages.run()
-    assert ended.value.code == 1 and "train was stopped before its end" in capsys.readouterr().err
+    assert ended.value.code == 1 and "train stopped early" in capsys.readouterr().err
     stages.fails.clear()
     assert stages.run() == ALL[2:]
     stages.fails["train"] = lambda: 0  # an older drafter is not this run's
@@ -393,10 +393,10 @@ def test_prompts_about_pictures_come_first_and_stay(stages: Stages) -> None:
     output = f"output_dir={stages.recipe_path.parent}/seen"
     assert stages.run(*pictures, output) == ["reprompt", *ALL]
     assert stages.run(*pictures, output) == []
-    with pytest.raises(UserError, match="data: these are other prompts"):  # after training
+    with pytest.raises(UserError, match="data: the prompts or answers changed"):  # after training
         stages.run(*pictures, output, "data.reprompt.min_words=99")
     with pytest.raises(UserError, match="run `draftsmith reprompt` first"):
-        need(*prompts(load_recipe(stages.recipe_path, [*pictures, "output_dir=elsewhere"])))
+        require_files(made_by("reprompt", load_recipe(stages.recipe_path, [*pictures, "output_dir=elsewhere"])))
 
 
 def test_each_stage_names_the_next_one(

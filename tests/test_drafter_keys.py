@@ -68,9 +68,9 @@ def test_what_a_recipe_leaves_out_is_as_its_drafter_was_published(write, tmp_pat
     [
         ("kind: eagle3", "feature_loss: 0.5", ":6: `train.feature_loss`: 0.5, but the output of EAGLE-3's layer is"),
         ("kind: poss, base: eagle3", "feature_loss: 1", "`train.feature_loss`: 1, but the output of EAGLE-3's"),
-        ("kind: eagle3", "token_loss: 0", ":6: `train.token_loss`: 0, as are feature_loss, top_k_loss and"),
+        ("kind: eagle3", "token_loss: 0", ":6: `train.token_loss`: all loss weights are 0"),
         ("kind: eagle3", "{max_steps: 5, warmup_steps: 5}", "`train.warmup_steps`: 5 is not shorter than the run of 5"),
-        ("kind: eagle", "{token_loss: 0, feature_loss: 0}", "`train.token_loss`: 0, as are feature_loss"),
+        ("kind: eagle", "{token_loss: 0, feature_loss: 0}", "`train.token_loss`: all loss weights are 0"),
         ("kind: poss", "ttt_steps: 6", ":6: `train.ttt_steps`: 6 steps train no further than position 6, and the"),
         ("kind: poss, positions_per_specialist: 1, specialists: 3", "ttt_steps: 2", "set it to 3 or more"),
     ],

@@ -234,30 +234,17 @@ def test_the_plan_of_every_kind(
 # What a run starts from.
 
 
-@pytest.mark.parametrize(
-    ("family", "init"), [("llama", "target"), ("llama", "target_with_norm"), ("gemma2", "target_with_norm")]
-)
 @torch.no_grad()
-def test_a_head_may_start_as_the_target_s(family: str, init: str) -> None:
-    """With the norm, it reads a state as the target does; gemma2 stores its scale less one."""
-    model = make_target(family)
+def test_a_head_may_start_as_the_target_s() -> None:
+    model = make_target("llama")
     torch.nn.init.normal_(model.model.norm.weight)
     target, kept = Target(model, (2, 3, 4)), DraftVocab(torch.tensor([3, 5, 8, 200]), 320)
-    section = DrafterSection.model_validate({"kind": "eagle3", "vocab_size": 4, "init_head": init})
+    section = DrafterSection.model_validate({"kind": "eagle3", "vocab_size": 4, "init_head": "target"})
     shape = drafter_shape(section, target.config)
     drafter = new_drafter(section, shape, kept, target, {})
     states = torch.randn(6, 32)
-    normed = model.model.norm(states) if init == "target_with_norm" else functional.rms_norm(states, (32,))
-    expected = functional.linear(normed, model.lm_head.weight)
+    expected = functional.linear(functional.rms_norm(states, (32,)), model.lm_head.weight)
     torch.testing.assert_close(drafter.head(None)(states), expected[:, kept.target_ids], atol=1e-4, rtol=1e-4)
-
-
-def test_a_target_without_a_final_rms_norm_has_none_to_give() -> None:
-    target = Target(make_target("phi"), (2, 3, 4))
-    section = DrafterSection(kind="eagle3", init_head="target_with_norm")
-    shape = drafter_shape(section, target.config)
-    with pytest.raises(UserError, match="no final RMSNorm of the target is at hand"):
-        new_drafter(section, shape, DraftVocab.full(320), target, {})
 
 
 @pytest.mark.parametrize(("single", "specialists"), [("eagle", "poss"), ("eagle3", "poss over eagle3")])
@@ -549,7 +536,6 @@ def evaluation(target_dir: Path, tmp_path: Path, **drafter: Any) -> Path:
             "prompts": str(tmp_path / "prompts.jsonl"),
             "max_new_tokens": 12,
             "tree": {"nodes": 8, "draft_calls": 4, "top_k": 3},
-            "bootstrap_samples": 100,
         },
     }
     path.write_text(yaml.safe_dump(recipe))

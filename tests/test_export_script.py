@@ -39,7 +39,7 @@ def measure(run: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     made = MADE["made"] | {"data": {"drafter": {"file": "model.safetensors", "sha256": digest}}}  # type: ignore[operator]
     monkeypatch.setitem(MADE, "made", made)
     (run.parent / "measured").mkdir()
-    recipe = make_recipe(run.parent / "measured", drafter="run/drafter", bootstrap_samples=100)
+    recipe = make_recipe(run.parent / "measured", drafter="run/drafter")
     evaluate(recipe, [("ours", None, "a", 1), ("ours", None, "b", 1), ("theirs", None, "c", 1)])
     content = json.loads((recipe.eval_out / "acceptance.json").read_text())
     recipe.eval_out.rename(run / "eval")

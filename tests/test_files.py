@@ -98,7 +98,7 @@ def write_version(directory: Path, version: str) -> None:
 
 
 def version_of(directory: Path) -> str:
-    folder = atomic.written(directory)
+    folder = atomic.current_folder(directory)
     (version,) = {(folder / name).read_text() for name in ("a", "b")}
     return version
 

@@ -59,7 +59,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "prompts": str(folder / "prompts.jsonl"),
             "max_new_tokens": 16,
             "temperature": 1,
-            "bootstrap_samples": 100,
             "tree": {"nodes": 8, "draft_calls": 3, "top_k": 3},
             "also": [
                 *({"name": name, "acceptance": rule, **small} for name, rule in RULES.items()),

@@ -64,11 +64,9 @@ def test_losses_equal_their_twins(name: str) -> None:
 
 
 def test_a_recipe_s_losses_are_those_that_are_summed() -> None:
-    settings: dict[str, Any] = {"token_loss": 0.5, "feature_loss": 0.25, "top_k_loss": 0.125, "top_k_tokens": 3}
-    settings |= {"token_objective": "hybrid", "rank_loss": 0.75, "rank_tokens": 4}
-    expected = LossWeights(
-        token=0.5, feature=0.25, top_k=0.125, top_k_tokens=3, objective="hybrid", rank=0.75, rank_tokens=4
-    )
+    settings: dict[str, Any] = {"token_loss": 0.5, "feature_loss": 0.25, "top_k_loss": 0.125}
+    settings |= {"token_objective": "hybrid", "rank_loss": 0.75}
+    expected = LossWeights(token=0.5, feature=0.25, top_k=0.125, objective="hybrid", rank=0.75)
     assert loss_weights(TrainSection(**settings)) == expected
 
 

@@ -42,7 +42,6 @@ def place(tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "eval": {
             "prompts": "prompts.jsonl",
             "max_new_tokens": 12,
-            "bootstrap_samples": 100,
             "tree": {"nodes": 12, "draft_calls": 3, "top_k": 4},
         },
     }

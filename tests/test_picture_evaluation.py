@@ -19,7 +19,7 @@ from draftsmith.data_gen.trees.labelled_trees import Trees
 from draftsmith.eval import acceptance, plan
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.page.files import generations_path
-from draftsmith.eval.planner import measuring
+from draftsmith.eval.planner import measuring, search
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.drafters import build_drafter, config_class
@@ -85,7 +85,6 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             "drafter": str(folder / "vispec"),
             "max_new_tokens": LENGTH,
             "batch_size": 2,
-            "bootstrap_samples": 100,
             "tree": {"nodes": 12, "draft_calls": 3, "top_k": 4},
             "also": [
                 {"name": "eagle3", "drafter": str(folder / "eagle3"), "tree": chain},
@@ -310,7 +309,8 @@ def test_the_planner_times_prompts_with_their_pictures(
     timing = measuring.timed_rounds
     monkeypatch.setattr(measuring, "timed_rounds", lambda *given: timed.update(given[2]) or timing(*given))
     monkeypatch.setattr(measuring, "ROUNDS", 4)
-    run_main(plan, place / "recipe.yaml", *planned(place, tmp_path), "eval.planner.context=70")
+    monkeypatch.setattr(search, "mean_context", lambda answers: 70)
+    run_main(plan, place / "recipe.yaml", *planned(place, tmp_path))
     assert {len(prompt) for prompt in timed} == {70}
     assert len({each.digest for prompt in timed for each in prompt.inserts}) == 3
     placeholder = TargetFiles(TargetSection(model=str(place / "target"))).config.image_token_id

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from draftsmith.eval.decoding.contenders import Contender, contenders_of, loaded_proposer, main_contender, named
+from draftsmith.eval.decoding.contenders import Contender, contenders_of, loaded_proposer, main_contender
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.evaluation import evaluate_by_decoding
 from draftsmith.eval.plan import main as plan_main
@@ -23,7 +23,7 @@ from draftsmith.eval.planner import search as planner
 from draftsmith.eval.planner.command import print_choice, recipe_keys
 from draftsmith.eval.planner.cost_model import Costs, Curve, family
 from draftsmith.eval.planner.measuring import SETTLING
-from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, candidates_of, planner_answers, ranked
+from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, as_yaml, candidates_of, planner_answers, ranked
 from draftsmith.eval.recorded.answers import RecordedAnswer, Recording
 from draftsmith.eval.recorded.replay import replay_all
 from draftsmith.models.checkpoint import save_drafter
@@ -84,7 +84,7 @@ def replayed() -> tuple[list[Contender], dict[str, list[Generation]], list[Recor
         for n, d in itertools.product((8, 16, 32), (2, 4, 7))
         if n <= 5 + (d - 1) * 16
     ]
-    contenders = named([Contender("", "drafter", tree, "test", "eagle3") for tree in trees])
+    contenders = [Contender(as_yaml(tree), "drafter", tree, "test", "eagle3") for tree in trees]
     answers = recorded(target)
     proposers: dict[str, Proposer] = {c.name: proposer_of(target, drafter, c.tree) for c in contenders}
     return contenders, replay_all(target, proposers, answers, 4), answers
@@ -93,7 +93,7 @@ def replayed() -> tuple[list[Contender], dict[str, list[Generation]], list[Recor
 def best(replayed: Any, node: float, call: float) -> planner.Row:
     contenders, rounds, answers = replayed
     costs = linear_costs([c.tree for c in contenders], node, call)
-    return ranked(costs, contenders, rounds, answers, 100, 0)[0]
+    return ranked(costs, contenders, rounds, answers, 0)[0]
 
 
 def test_dear_verification_makes_small_trees_and_cheap_drafting_deep_ones(replayed: Any) -> None:
@@ -111,7 +111,7 @@ def test_dear_verification_makes_small_trees_and_cheap_drafting_deep_ones(replay
 def plan_of(replayed: Any, node: float, call: float) -> Plan:
     contenders, rounds, answers = replayed
     costs = linear_costs([c.tree for c in contenders], node, call)
-    return Plan(costs, ranked(costs, contenders, rounds, answers, 100, 0), Recording(Path("x")), answers, "all")
+    return Plan(costs, ranked(costs, contenders, rounds, answers, 0), Recording(Path("x")), answers, "all")
 
 
 def test_plain_decoding_wins_where_nothing_beats_it(replayed: Any, capsys: pytest.CaptureFixture) -> None:
@@ -209,7 +209,6 @@ def recipe_path(run_dir: Path, target_dir: Path, tmp_path: Path) -> Path:
             "prompts": str(run_dir / "prompts.jsonl"),
             "max_new_tokens": 12,
             "out": str(tmp_path / "out"),
-            "bootstrap_samples": 100,
             "planner": {
                 "max_answers": 4,
                 "candidates": [
@@ -355,7 +354,7 @@ def test_dropping_the_slow_costs_no_speed(recipe_path: Path, monkeypatch: pytest
         costs = linear_costs([contender.tree for contender in contenders], node, call)
         monkeypatch.setattr(planner, "_costs", lambda *_, costs=costs: costs)
         plan = planner.make_plan(lineup, recipe, contenders, recording, answers)
-        everyone = ranked(costs, contenders, known, answers, 100, 0)
+        everyone = ranked(costs, contenders, known, answers, 0)
         chosen = next(row for row in everyone if row.name == plan.rows[0].name)
         assert len(plan.answers) == 16 and chosen.speedup >= 0.98 * everyone[0].speedup
         dropped += sum(len(row.rounds) < 16 for row in plan.rows)
@@ -420,7 +419,7 @@ def test_answers_that_cannot_serve_are_refused_before_anything_is_loaded(
         (["data.conversations=nowhere.jsonl"], "eval.planner.answers: not given, and there are no conversations in"),
         (["eval.planner.candidates=[{nodes: 600}]"], "600 nodes"),
         (["--measure", "-1"], "--measure -1: .* or 0 for none"),
-        (["eval.planner.context=5000"], "eval.planner.context: 5,000 tokens, but the target has 512 positions.* to"),
+        (["eval.quantization=fake"], "eval.quantization: the planner measures the recipe's own target"),
         (["--measure", "1", "eval.prompts=null"], "--measure decodes eval.prompts, which is not given"),
         (["eval.drafter=nowhere"], "^(?!.*candidates).*no drafter here"),  # blamed on the drafter alone
         (["eval.temperature=1", "eval.acceptance={rule: lantern, delta: 0.4, k: 10}"], "predicts what exact"),

@@ -78,10 +78,10 @@ def svip_tree_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
 def c2t_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
     weights = 5.0, -0.4, -0.2, chance.uniform(-1, 1)
     beta, beam, top_k = chance.uniform(0.3, 0.7), chance.choice([None, 1, 3, 8]), chance.choice([1, 2, 4, VOCAB + 1])
-    calls, nodes, over = chance.randint(1, 4), chance.choice([None, 2, 7, 30]), chance.choice([4, VOCAB, 1000])
-    policy = C2T(linear_classifier(*weights, entropy_over=over), beta, beam, top_k, calls, nodes)
+    calls, nodes = chance.randint(1, 4), chance.choice([None, 2, 7, 30])
+    policy = C2T(linear_classifier(*weights), beta, beam, top_k, calls, nodes)
     confidence = linear_confidence(*weights)
-    return policy, lambda table: reference.c2t_tree(table, confidence, beta, beam, top_k, calls, nodes, over)
+    return policy, lambda table: reference.c2t_tree(table, confidence, beta, beam, top_k, calls, nodes)
 
 
 CASES = {
@@ -301,7 +301,7 @@ def test_c2t_verifies_what_it_kept_even_of_probability_zero() -> None:
     tables = [Sure(1), Sure(3)]
     tree, _ = policy.grow(Scripted(tables), roots(2))
     for row, table in enumerate(tables):
-        expected, _ = reference.c2t_tree(table, linear_confidence(*weights), 0.6, None, 4, 2, None, 1000)
+        expected, _ = reference.c2t_tree(table, linear_confidence(*weights), 0.6, None, 4, 2, None)
         assert sorted(path[:1] for path in paths_of(tree, row)[1:]) == sorted(path[:1] for path in expected)
         assert len(expected) == table.seed * 5
 

@@ -39,12 +39,12 @@ def test_chains_are_drawn_only_where_the_recipe_says_so() -> None:
 
 
 def test_c2t_of_a_recipe(tmp_path: Path) -> None:
-    linear_classifier(1, 2, 3, 4, entropy_over=70).save(tmp_path)
+    linear_classifier(1, 2, 3, 4).save(tmp_path)
     section = C2tSection(classifier=str(tmp_path), beta=0.4)
     policy = policy_of(TreeSection(policy="c2t", c2t=section))
     assert isinstance(policy, C2T)
     assert (policy.beta, policy.beam, policy.top_k) == (0.4, 15, 15)
-    assert (policy.draft_calls, policy.nodes, policy.classifier.config.entropy_over) == (10, None, 70)
+    assert (policy.draft_calls, policy.nodes) == (10, None)
     assert policy.classifier.output.bias.tolist() == [4.0]
 
 

@@ -99,7 +99,7 @@ def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by:
     # A cut while decoding takes them from the file: told by a static tree whose rank 8 a cut of 8 does not have.
     recipe = load_recipe(place / "recipe.yaml")
     tree = TreeSection(vocab_size=4)
-    contender = contender_of(recipe, ContenderSection(name="", tree=tree), "eval.tree")
+    contender = contender_of(recipe, ContenderSection(tree=tree), "eval.tree")
     contender = type(contender)(**{**vars(contender), "drafter": None})
     target = TargetFiles.read(recipe.target)
     assert (target.config.vocab_size, target.stop_ids) == (VOCAB_SIZE, (4,))

@@ -56,7 +56,6 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "eval": {
             "prompts": str(folder / "prompts.jsonl"),
             "max_new_tokens": 24,
-            "bootstrap_samples": 100,
             "tree": {"nodes": 12, "draft_calls": 3, "top_k": 4},
             "also": [
                 {"name": "chain", "tree": {"policy": "chain", "nodes": 4}},

@@ -32,8 +32,9 @@ from tests.report_cases import (
 )
 
 
-def test_answers_show_exactly_the_recorded_rounds(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, report_answers=5)
+def test_answers_show_exactly_the_recorded_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_files, "SHOWN_ANSWERS", 5)
+    recipe = make_recipe(tmp_path)
     results = evaluate(recipe, [("a", None, str(i), 1) for i in range(9)])
     page = Page(page_of(recipe))
     assert len(page.answers) == 5
@@ -78,9 +79,10 @@ HOSTILE = [
 ]
 
 
-def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
+def test_hostile_texts_stay_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tokens, questions, names of contenders, benchmarks and categories, on the page and in the figures."""
-    recipe = make_recipe(tmp_path, report_answers=2, bootstrap_samples=100)
+    monkeypatch.setattr(report_files, "SHOWN_ANSWERS", 2)
+    recipe = make_recipe(tmp_path)
     names = [f"{text}#{i}" for i, text in enumerate(HOSTILE)]
     questions = [(name, category, name, 1) for name in names for category in (name, "c")]
     evaluate(recipe, questions, length=len(HOSTILE), contenders=tuple(names), texts=HOSTILE)
@@ -131,14 +133,16 @@ def test_colours_can_be_read() -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_prompts_make_a_small_page(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, report_answers=1000, bootstrap_samples=200)
+def test_ten_thousand_prompts_make_a_small_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_files, "SHOWN_ANSWERS", 1000)
+    recipe = make_recipe(tmp_path)
     questions = [(f"bench{i % 3}", f"category{i % 8}", str(i), 1 + i % 2) for i in range(10_000)]
     evaluate(recipe, questions, length=70)
     text = page_of(recipe)
     assert len(text.encode()) < 4_000_000
     assert len(Page(text).answers) == 1000
     assert re.search(r"(2\d|30) more tokens", text)  # what is left out is said
+    monkeypatch.setattr(report_files, "SHOWN_ANSWERS", 12)
     few = make_recipe(tmp_path)
     assert len(page_of(few).encode()) < 500_000
 

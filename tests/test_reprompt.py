@@ -235,14 +235,16 @@ def test_bytes_stay_a_number_for_readers_of_text(place: Workspace) -> None:
 
 
 def turns(*messages: Any, section: RepromptSection | None = None, key: str = "c") -> list[dict[str, Any]]:
-    return reprompted(key, list(messages), section or RepromptSection(requests=["R {words}"], instructions=["I"]))
+    return reprompted(key, list(messages), section or RepromptSection())
 
 
 def user(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": [text(part) if isinstance(part, str) else part for part in parts]}
 
 
-def test_a_prompt_is_instruction_picture_request_whatever_the_order() -> None:
+def test_a_prompt_is_instruction_picture_request_whatever_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_answers, "INSTRUCTIONS", ["I"])
+    monkeypatch.setattr(long_answers, "REQUESTS", ["R {words}"])
     a, b = {"type": "image", "path": "a"}, {"type": "image", "path": "b"}
     assert turns(user(a, "What?")) == turns(user("What?", a)) == [user("What?", a, "R 1,000")]
     assert turns(user("One", a, "two ")) == [user("One\ntwo", a, "R 1,000")]
@@ -331,8 +333,8 @@ def test_a_plan_reads_a_sample_and_writes_nothing(place: Workspace, monkeypatch:
     monkeypatch.setattr(long_answers, "PLANNED", 3)
     table = {"image": [{"bytes": picture_bytes(colour), "path": "x"} for colour in COLOURS], "prompt": ["What?"] * 4}
     pyarrow.parquet.write_table(pyarrow.table(table), place.folder / "t.parquet")
-    said = place.run(place.folder / "t.parquet", plan=True, requests=["Write {words} words."])
-    assert "3 records give 3 prompts" in said and "Write 1,000 words." in said
+    said = place.run(place.folder / "t.parquet", plan=True)
+    assert "3 records give 3 prompts" in said and "1,000 words" in said
     assert not place.out.exists()
     bad = place.write("bad.jsonl", [{"prompt": "x", "image": "nowhere.png"}])
     with pytest.raises(UserError, match="none of 1 records gives a prompt"):
@@ -347,8 +349,6 @@ def test_mistakes(place: Workspace) -> None:
     source = place.write("x.jsonl", [{"image": "red.png"}])
     with pytest.raises(UserError, match="would be replaced"):
         place.run(source, out=str(place.folder / "." / "x.jsonl"))
-    with pytest.raises(UserError, match=r"data\.reprompt\.requests\.0.*text that is not empty"):
-        load_recipe(place.recipe, ["data.reprompt.requests=['']"])
     with pytest.raises(UserError, match=r"data\.reprompt\.out.* is a folder; name a file"):
         load_recipe(place.recipe, [f"data.reprompt.out={place.folder}"])
 

@@ -445,7 +445,7 @@ def test_image_demo_runs_on_a_drafter_of_two_steps(tmp_path: Path, monkeypatch: 
     for script in (regenerate, rank_vocab, TRAINED_BY["eagle"], acceptance):
         run_main(script, "recipes/demo-lantern.yaml", *short)
     rows = json.loads((tmp_path / "eval/acceptance.json").read_text())["contenders"]
-    names = [row.name for row in load_recipe("recipes/demo-lantern.yaml").eval.also]
+    names = [row.name or "" for row in load_recipe("recipes/demo-lantern.yaml").eval.also]
     assert list(rows)[2:] == names
     relaxed = {name for name, row in rows.items() if not row["lossless"]}
     assert relaxed == {name for name in names if "delta" in name or "lambda" in name}

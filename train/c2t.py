@@ -13,7 +13,7 @@ beta lets pass.
 As published (arXiv 2502.13652, section 4.1): binary cross-entropy, Adam, 1e-3, batches of 1,024 rows, 10 epochs, 95 %
 of the data for training; calibration with 1e-4 on a tenth of the data. Our choices where the paper is silent:
 - validation holds out whole trees, because siblings share their entropy;
-- training reads classifier.negative_ratio rejected rows for each accepted one, resampled every epoch; validation counts
+- training reads 10 rejected rows for each accepted one, resampled every epoch; validation counts
   all rows;
 - the epoch with the highest recall on validation trees is kept; ties go to the lowest positive rate, then to the
   earliest epoch. Both rates count C >= 0.5 as positive: a node that is more likely accepted than not, under the

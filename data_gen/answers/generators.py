@@ -17,7 +17,6 @@ from transformers import GenerationConfig
 
 from draftsmith.data_gen.states.answer_states import AnswerStates
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
-from draftsmith.eval.decoding.contenders import check_size
 from draftsmith.eval.decoding.decode import Request, TargetVerifier, decode_stream
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.proposers import check_drafter
@@ -27,12 +26,13 @@ from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.schema import Recipe, TreeSection
 
 # Prompt tokens of one prefill, padding included. Bounds activations and padding. A CPU reads 1,024 at a time up to 1.8
 # times as fast as 8,192, as long as their activations fit its cache (LOG.md, 2026-11-28).
 PREFILL_TOKENS, PREFILL_TOKENS_ON_CPU = 8192, 1024
+DRAFT_TOKENS = 3  # of data.generator.drafter, for each pass of the target
 
 Asked = tuple[Hashable, Sequence[int]]  # key, prompt
 
@@ -106,12 +106,18 @@ class Writer:
         self.states: AnswerStates | None = None
 
     @classmethod
-    def of(cls, recipe: Recipe, files: TargetFiles, settings: GenerationSettings) -> "Writer":
-        """The recipe's target, with data.generator.drafter if there is one."""
+    def of(
+        cls,
+        recipe: Recipe,
+        files: TargetFiles,
+        settings: GenerationSettings,
+        draft_tokens: int = DRAFT_TOKENS,
+    ) -> "Writer":
+        """The recipe's target, with data.generator.drafter if there is one, which drafts chains of `draft_tokens`."""
         models, generator, proposer = LoadedModels(files), recipe.data.generator, None
         if generator.drafter is not None:
             drafter = models.drafter(Path(generator.drafter))
-            proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(_tree(recipe), settings.sampling))
+            proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(_tree(draft_tokens), settings.sampling))
         return cls(models.target, settings, proposer)
 
     @torch.inference_mode()
@@ -164,23 +170,16 @@ class Writer:
 def check_generator_drafter(recipe: Recipe, files: TargetFiles) -> None:
     """Checks data.generator.drafter before weights are loaded.
 
-    Raises UserError for a missing drafter, a drafter of another target, or chains longer than the target's context.
+    Raises UserError for a missing drafter or a drafter of another target.
     """
     generator, problems = recipe.data.generator, list[str]()
     assert generator.drafter is not None
-    with collected(problems, before="data.generator.drafter: "):
+    with collecting_problems(problems, before="data.generator.drafter: "):
         check_drafter(files, Path(generator.drafter))
     if problems:
         raise UserError(problems)
-    try:
-        check_size(_tree(recipe), files.positions)
-    except UserError:
-        raise UserError(
-            f"data.generator.draft_tokens: {generator.draft_tokens:,} tokens do not fit the target's "
-            f"{files.positions:,} positions; set it to less"
-        ) from None
 
 
-def _tree(recipe: Recipe) -> TreeSection:
+def _tree(draft_tokens: int) -> TreeSection:
     """The chains that data.generator.drafter drafts."""
-    return TreeSection(policy="chain", nodes=1 + recipe.data.generator.draft_tokens)
+    return TreeSection(policy="chain", nodes=1 + draft_tokens)

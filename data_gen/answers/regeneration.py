@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.data_gen.answers.conversation_log import ConversationLog, LogContent, not_done, read_log
 from draftsmith.data_gen.answers.generators import (
+    DRAFT_TOKENS,
     GeneratedAnswer,
     GenerationSettings,
     Writer,
@@ -44,7 +45,7 @@ from draftsmith.models.turn_ends import answer_notes
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.prompts.picture_files import data_url, store_picture
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.reader import (
@@ -129,7 +130,7 @@ def main(command: Command) -> int:
         if not writer.acceptance.lossless:  # these answers are not the target's own
             log.note("lossless", False)
         if drafter is not None:
-            log.note("drafted_by", {"drafter": drafter, "draft_tokens": recipe.data.generator.draft_tokens})
+            log.note("drafted_by", {"drafter": drafter, "draft_tokens": DRAFT_TOKENS})
         with contextlib.ExitStack() as held:
             if asked is not None:
                 writer.states = held.enter_context(storing(recipe, asked, files, writer.target))
@@ -375,7 +376,7 @@ def print_regeneration_plan(
         how = f"{generator.concurrency} requests at a time over {len(generator.base_urls)} servers"
     plan.line("target", f"{recipe.target.model}, {sampling}, {how}")
     if generator.drafter is not None:
-        plan.line("drafter", f"{generator.drafter}, {generator.draft_tokens} tokens for each pass of the target")
+        plan.line("drafter", f"{generator.drafter}, {DRAFT_TOKENS} tokens for each pass of the target")
     prompts = first_prompts(files.tokenizer, todo)
     mean = f"; first prompts of {sum(prompts) / len(prompts):.0f} tokens" if prompts else ""
     plan.line("to do", f"{count:,} conversations, {answers:,} answers{mean}", "counted")
@@ -395,7 +396,7 @@ def print_regeneration_plan(
         text = f"{list(states.layers)}{' and the last' * states.shape.has_last}, in {recipe.data.capture.dtype}: "
         text += f"at most {size} in {recipe.states_dir}, a row of {settings.max_length:,} tokens each; {free} are free"
         plan.line("states", text)
-        with collected(plan.problems):
+        with collecting_problems(plan.problems):
             check_room_for_states(states, recipe.states_dir, prompts, count, log)
     if generator.kind == "openai":
         plan.line("memory", "of the servers")

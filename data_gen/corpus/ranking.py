@@ -26,10 +26,10 @@ from draftsmith.models.vocab import (
     save_token_counts,
 )
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import conversations
+from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
@@ -61,7 +61,7 @@ def print_ranking_plan(recipe: Recipe, size: int, vocab_size: int) -> None:
     sources = recipe.data.ranking.sources
     with PlanLines() as plan:
         if not sources or ANSWERS in {source.source for source in sources}:
-            plan.reads(conversations(recipe))
+            plan.reads(made_by("regenerate", recipe))
         for source in sources:
             most = f", {source.max_documents:,} documents at most" if source.max_documents else ""
             plan.line("counts", f"{source.source}{most}; weight {source.weight:g}")
@@ -117,7 +117,7 @@ def vocab_of_start(recipe: Recipe, files: TargetFiles) -> DraftVocab:
         UserError: no drafter there, or one for another target.
     """
     start, problems = Path(recipe.drafter.init_from or ""), list[str]()
-    with collected(problems, before="drafter.init_from: "):
+    with collecting_problems(problems, before="drafter.init_from: "):
         shape, trained_for = read_drafter_config(start)
         check_identity(start, trained_for, files.identity)
         return read_drafter_vocab(start, shape)
@@ -140,7 +140,7 @@ def count_corpora(recipe: Recipe, files: TargetFiles) -> list[CorpusCounts]:
             f"data.ranking.sources: {ANSWERS}: {recipe.conversations_path} does not exist; run `draftsmith "
             "regenerate` first, or name a file in data.conversations"
         )
-    with collected(problems):
+    with collecting_problems(problems):
         check_sources(ranking.sources)
     if problems:
         raise UserError(problems)

@@ -34,7 +34,7 @@ from draftsmith.recipes.schema import Recipe, RepromptSection, as_list
 
 PLANNED = 200  # records that --plan reads
 
-# Used where the recipe has none. ViSpec takes LLaVA-Pretrain's instructions, which all ask for a short summary.
+# For pictures that come without one. ViSpec takes LLaVA-Pretrain's instructions, which all ask for a short summary.
 INSTRUCTIONS = (
     "Describe this picture.",
     "What does the picture show?",
@@ -135,8 +135,8 @@ def reprompted(
             continue
         if message["role"] == "user":
             words = (section.seed, str(len(asked)), conversation_id)
-            instruction = _drawn(section.instructions or INSTRUCTIONS, "instruction", *words)
-            request = _drawn(section.requests or REQUESTS, "request", *words)
+            instruction = _drawn(INSTRUCTIONS, "instruction", *words)
+            request = _drawn(REQUESTS, "request", *words)
             request = request.replace("{words}", f"{section.min_words:,}")
             message = message | {"content": _turn(message["content"], instruction, request)}
         asked.append(message)

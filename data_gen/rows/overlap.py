@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import conversations as written
-from draftsmith.recipes.command.inputs import need
+from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -252,7 +251,7 @@ def main(command: Command) -> None:
     recipe, rejects = command.recipe, Rejects()
     prompts, files = as_list(recipe.data.prompts), [recipe.conversations_path] if _from_elsewhere(recipe) else []
     if files:
-        need(written(recipe))
+        require_files(made_by("regenerate", recipe))
     if command.plan:
         plan = PlanLines()
         plan.line("reads", ", ".join([*prompts, *map(str, files)]))

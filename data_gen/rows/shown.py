@@ -10,7 +10,7 @@ from draftsmith.models.context_limits import longest_row
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.turn_ends import turn_ends
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import conversations
+from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -19,7 +19,7 @@ from draftsmith.recipes.prompts.rejects import Rejects
 def main(command: Command) -> None:
     recipe, path = command.recipe, command.recipe.conversations_path
     if command.plan:
-        PlanLines().reads(conversations(recipe))
+        PlanLines().reads(made_by("regenerate", recipe))
         print(f"prints {command.show} rows and a summary, writes nothing")
         return
     files = TargetFiles(recipe.target)

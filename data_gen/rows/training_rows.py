@@ -47,7 +47,7 @@ from draftsmith.models.context_limits import bounded_rows, longest_row
 from draftsmith.models.prompt import Insert, Prompt
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.turn_ends import is_blank, turn_ends
-from draftsmith.recipes.command.inputs import conversations, need
+from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -91,7 +91,7 @@ def usable_rows(recipe: Recipe, files: TargetFiles, rejects: Rejects) -> list[Tr
 
     Raises UserError if there are no usable conversations.
     """
-    need(conversations(recipe))
+    require_files(made_by("regenerate", recipe))
     leave_out = left_out_of_training(recipe)
     if rank() == 0 and (note := bounded_rows(recipe, files)):
         print(note)
@@ -125,7 +125,7 @@ def training_rows(
         leave_out: for example the contamination check; called for every readable conversation.
     """
     path = Path(path)
-    need(("data.conversations", path, "regenerate"))
+    require_files(("data.conversations", path, "regenerate"))
     if problem := check_source(str(path)):
         raise UserError(f"data.conversations: {problem}")
     fingerprint, usable = tokenizer_fingerprint(tokenizer), 0

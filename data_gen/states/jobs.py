@@ -29,7 +29,7 @@ from draftsmith.models.context_limits import bounded_rows, longest_row
 from draftsmith.models.costs import free_bytes, gigabytes
 from draftsmith.models.target import Target, checked_capture_layers
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.command.inputs import conversations
+from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -208,7 +208,7 @@ def plan_before_regeneration(plan: PlanLines, recipe: Recipe) -> None:
     if note := bounded_rows(recipe, files):
         print(note)
     longest, asked = longest_row(recipe, files), Asked.of(recipe, files)
-    plan.reads(conversations(recipe))
+    plan.reads(made_by("regenerate", recipe))
     plan.line("rows", "unknown until regenerate has run")
     plan.line("states", f"{list(asked.layers)}{' and the last' * asked.shape.has_last}, {recipe.data.capture.dtype}")
     rows, free = recipe.data.max_prompts or 1, gigabytes(free_bytes(recipe.states_dir))
@@ -224,7 +224,7 @@ def plan_capture(
     tokens = sum(stored_tokens(row, shape.picture_states) for row in rows)
     taught = sum(taught_tokens(row.spans) for row in rows)
     last = f"the last of {taught:,} ({taught / tokens:.0%})" if shape.has_last else "which also teaches"
-    plan.reads(conversations(job.recipe))
+    plan.reads(made_by("regenerate", job.recipe))
     plan.line("rows", f"{len(rows):,}, {sum(map(length_of, rows)):,} tokens, of training and validation", "counted")
     plan.line("states", f"{list(job.layers)} of {tokens:,} tokens, {last}, in {job.recipe.data.capture.dtype}")
     if pictures := inserts_of(rows):

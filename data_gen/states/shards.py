@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from typing_extensions import Self
 
 from draftsmith.models.checkpoint import differences
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, quoted
 from draftsmith.recipes.files.atomic import atomic_path, atomic_write
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
@@ -92,7 +92,7 @@ class Manifest:
             for shard in fields["shards"]:
                 named = SHARD_NAME.fullmatch(shard["file"])
                 if named is None or (number := int(named[1])) in manifest.shards:
-                    raise ValueError(f"{short(shard['file'])} is no file of it")
+                    raise ValueError(f"{quoted(shard['file'])} is no file of it")
                 if type(shard["sha256"]) is not str:
                     raise ValueError(f"{shard['file']} has no sha256")
                 check_counts(shard["file"], shard, cls.COUNTS)
@@ -158,4 +158,4 @@ def check_counts(name: str, fields: dict[str, Any], keys: Iterable[str]) -> None
     """Raises ValueError unless each value is a whole number of 0 or more."""
     for key in keys:
         if type(fields[key]) is not int or fields[key] < 0:
-            raise ValueError(f"{name}: {key}: {short(fields[key])} must be a whole number, 0 or more")
+            raise ValueError(f"{name}: {key}: {quoted(fields[key])} must be a whole number, 0 or more")

@@ -54,7 +54,7 @@ from safetensors import SafetensorError, safe_open
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.shards import Manifest, check_counts, file_problem, write_shard
 from draftsmith.models.target_columns import columns_of_picture
-from draftsmith.recipes.errors import UserError, first_line, short
+from draftsmith.recipes.errors import UserError, first_line, quoted
 
 T = TypeVar("T")
 KEY_BYTES = 16
@@ -323,13 +323,13 @@ class StoreManifest(Manifest):
                 raise ValueError(f"{name!r} is no file of it")
         self.files, made_of = fields["target_files"], self.made_of
         if not {"target", "dtype", "capture_layers", "rows"} <= made_of.keys() or made_of["dtype"] not in ENCODINGS:
-            raise ValueError(f"made_of is {short(made_of)}")
+            raise ValueError(f"made_of is {quoted(made_of)}")
         layers = made_of["capture_layers"]
         if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-            raise ValueError(f"capture_layers are {short(layers)}, not a list of whole numbers")
+            raise ValueError(f"capture_layers are {quoted(layers)}, not a list of whole numbers")
         pictures = made_of.setdefault("picture_states", True)  # absent in older stores
         if type(pictures) is not bool:
-            raise ValueError(f"picture_states is {short(pictures)}, neither true nor false")
+            raise ValueError(f"picture_states is {quoted(pictures)}, neither true nor false")
 
     def other_than(self, wanted: dict[str, Any]) -> list[str]:
         """Differences from what is asked for. The target's place and name may differ."""

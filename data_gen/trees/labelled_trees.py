@@ -4,8 +4,8 @@
     accepted   [R] bool         the node lies on the path that the target accepts
     sizes      [T] int64        rows of each tree; the trees stand one after another
 
-Its metadata holds JSON: `entropy_over` (M) and `drafter` (`contenders.loaded_identity`), which the classifier
-keeps, and how the trees were made.
+Its metadata holds JSON: `drafter` (`contenders.loaded_identity`), which the classifier keeps, and how the trees were
+made.
 
 Shapes: R rows (nodes), T trees.
 """

@@ -157,17 +157,14 @@ class Labelled:
 class LabellingVerifier(RecordedVerifier):
     """Verifies by recorded answers and labels every node. `Eagle2` calls `watch` with the nodes as the tree grows."""
 
-    def __init__(
-        self, answers: Sequence[RecordedAnswer], states_PF: torch.Tensor | None, target: Target, entropy_over: int
-    ):
+    def __init__(self, answers: Sequence[RecordedAnswer], states_PF: torch.Tensor | None, target: Target):
         super().__init__(answers, states_PF, target)
-        self.entropy_over = entropy_over
         self.watched: list[torch.Tensor] = []  # features [B, b * K, 3] of each call of this round
         self.live = list(range(len(answers)))
         self.labelled = [Labelled() for _ in answers]
 
     def watch(self, values_BbK: torch.Tensor, log_probs: torch.Tensor, depth: int) -> None:
-        self.watched.append(node_features(values_BbK, log_probs, depth, self.entropy_over).flatten(1, 2))
+        self.watched.append(node_features(values_BbK, log_probs, depth).flatten(1, 2))
 
     def accept(self, tree: DraftTree) -> Verified:
         # All of this is of the M drafted nodes, in the tree's order: level by level. The tree lacks the deepest nodes
@@ -219,7 +216,7 @@ def label(
     section: LabelSection,
 ) -> list[Labelled]:
     """Labels uncut trees along each answer. `states_PF` as for `RecordedVerifier`."""
-    verifier = LabellingVerifier(answers, states_PF, target, section.entropy_over)
+    verifier = LabellingVerifier(answers, states_PF, target)
     policy = Eagle2(1 + section.nodes, section.draft_calls, section.top_k, watch=verifier.watch)
     prompts, budgets = [answer.prompt for answer in answers], [len(answer.tokens) for answer in answers]
     decode(verifier, PolicyProposer(drafting, policy), prompts, (), budgets)
@@ -264,7 +261,6 @@ def label_all(
         torch.cat(accepted),
         torch.tensor([len(tree) for tree in accepted]),
         {
-            "entropy_over": section.entropy_over,
             "drafter": loaded_identity(models, contender, drafting.vocab),
             "top_k": section.top_k,
             "draft_calls": section.draft_calls,

@@ -22,7 +22,6 @@ from draftsmith.eval.decoding.proposers import (
     PLAIN,
     Contender,
     check_sam,
-    model_name,
     routed,
     router_name,
     rule_name,
@@ -38,7 +37,7 @@ from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, always_inside, fill_text, load_token_counts
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import written
+from draftsmith.recipes.files.atomic import current_folder
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.schema import (
     ContenderSection,
@@ -52,12 +51,12 @@ def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Conte
     """The contender that a section describes. Missing directories default to the recipe's."""
     drafter = Path(section.drafter) if section.drafter else recipe.eval_drafter_dir
     return Contender(
-        section.name,
+        section.name or "",
         section.proposer,
         section.tree,
         place,
         _kind_of(recipe, drafter),
-        drafter if section.proposer in ("drafter", "hierarchy") else None,
+        drafter if section.drafts_by_drafter else None,
         section.draft_model,
         recipe.token_counts_path if section.tree.vocab_size is not None else None,
         sam=section.sam or SamSection(),
@@ -79,20 +78,18 @@ def _kind_of(recipe: Recipe, directory: Path) -> str:
 
 
 def main_contender(recipe: Recipe, place: str = "eval.tree") -> Contender:
-    """The recipe's own proposer, tree, router and acceptance rule, without a name."""
-    keys = ("proposer", "tree", "sam", "router", "acceptance")
-    own = ContenderSection(name="", **{key: getattr(recipe.eval, key) for key in keys})
-    return contender_of(recipe, own, place)
+    """The contender that the keys of `eval` describe."""
+    return contender_of(recipe, recipe.eval, place)
 
 
-def contenders_of(recipe: Recipe, rivals: Sequence[Contender] = ()) -> list[Contender]:
-    """Contenders with names: the recipe's own tree, those under eval.also, then `rivals`.
+def contenders_of(recipe: Recipe, compared: Sequence[Contender] = ()) -> list[Contender]:
+    """Contenders with names: the main one, those under eval.also, then `compared`.
 
     Raises:
-        UserError: two given names are equal.
+        UserError: two have the same name.
     """
     also = [contender_of(recipe, section, f"eval.also.{i}") for i, section in enumerate(recipe.eval.also)]
-    return named([main_contender(recipe), *also, *rivals])
+    return named([main_contender(recipe), *also, *compared])
 
 
 def describe(contender: Contender, sampling: Sampling = GREEDY) -> dict[str, Any]:
@@ -142,78 +139,32 @@ def _node_limit(tree: TreeSection) -> int | None:
 
 
 def named(contenders: Sequence[Contender]) -> list[Contender]:
-    """The same contenders, each with a unique name: the given one, or the drafter and its tree.
-
-    Equal names get the settings that differ, and then numbers.
+    """The same contenders, each with a name: the given one, or what drafts and its tree.
 
     Raises:
-        UserError: two given names are equal.
+        UserError: two have the same name.
     """
-    if repeated := repeated_names([(contender.name, contender.place) for contender in contenders]):
-        raise UserError(repeated)
-    plain_names = [contender.name or _default_name(contender) for contender in contenders]
-    result: list[Contender] = []
-    taken = {PLAIN} | {contender.name for contender in contenders if contender.name}
-    for contender, name in zip(contenders, plain_names, strict=True):
-        if not contender.name:
-            alike = [c for c, other in zip(contenders, plain_names, strict=True) if other == name]
-            details = [_details(other) for other in alike]
-            mine = _details(contender)
-            differing = [words for key, words in mine.items() if any(other.get(key) != words for other in details)]
-            name = ", ".join([name, *filter(None, differing)])
-            numbered = (f"{name} ({i})" for i in range(2, len(contenders) + 2))
-            name = name if name not in taken else next(n for n in numbered if n not in taken)
-            taken.add(name)
-        result.append(replace(contender, name=name))
+    result = [replace(contender, name=contender.name or _default_name(contender)) for contender in contenders]
+    places = {PLAIN: ["plain decoding"]}
+    for contender in result:
+        places.setdefault(contender.name, []).append(contender.place)
+    problems = [
+        f"{', '.join(found)}: all are called {name!r}; give each its own name (`name: wide`, --compare 'wide: ...')"
+        for name, found in places.items()
+        if len(found) > 1
+    ]
+    if problems:
+        raise UserError(problems)
     return result
 
 
 def _default_name(contender: Contender) -> str:
-    own = contender.entry.name(contender)
+    name = contender.entry.name(contender)
     if contender.quantization is not None:
-        own = f"{own}, {precision_name(contender.quantization)} target"
+        name = f"{name}, {precision_name(contender.quantization)} target"
     if contender.router is not None:
-        own = f"{own}, {router_name(contender.router)}"
-    return own if contender.relaxed is None else f"{own}, {rule_name(contender.relaxed)}"
-
-
-def repeated_names(given: Sequence[tuple[str, str]]) -> list[str]:
-    """A problem if given names repeat. `given`: (name or "", place) of each contender."""
-    names = [PLAIN, *(name for name, _ in given if name)]
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if not repeated:
-        return []
-    places = ", ".join(place for name, place in given if name in repeated)
-    return [f"{places}: names must differ; {', '.join(map(repr, repeated))} is given twice"]
-
-
-def _details(contender: Contender) -> dict[str, str]:
-    """Settings that the default name leaves out, in words by key."""
-    tree = contender.tree
-    facts = {
-        "drafter": str(contender.drafter or ""),
-        "draft_model": model_name(contender.draft_model) if contender.draft_model else "",
-        "counts": str(contender.token_counts or ""),
-    }
-    if contender.relaxed is not None:
-        facts["neighbours"] = f"neighbours by {contender.relaxed.neighbours}"
-    if contender.proposer == "sam":
-        facts |= {"static": contender.sam.static or "", "alpha": f"alpha {contender.sam.alpha:g}"}
-        facts |= {"l_bias": f"l_bias {contender.sam.l_bias}"}
-    if (router := contender.router) is not None:
-        facts |= {"static": router.static or "", "sam nodes": f"sam chains of {router.nodes - 1}"}
-        facts |= {"l_threshold": f"l_threshold {router.l_threshold}", "l_bias": f"l_bias {router.l_bias}"}
-    if tree.policy != "auto":
-        facts |= {"calls": f"{tree.calls} calls", "top_k": f"top {tree.width}"}
-    if tree.policy == "ddd":
-        at = tree.ddd.at if isinstance(tree.ddd.at, str) else " ".join(map(str, tree.ddd.at))
-        facts |= {"threshold": f"threshold {tree.ddd.threshold:g}", "at": f"at {at}"}
-    if tree.policy in ("svip", "svip_tree"):
-        facts |= {"c": f"c {tree.svip.c:g}", "h": f"h {tree.svip.h:g}"}
-    if tree.policy == "c2t":
-        facts |= {"nodes": f"{_node_limit(tree) or 'all'} nodes", "beam": f"beam {tree.c2t.beam or 'all'}"}
-        facts |= {"classifier": str(tree.c2t.classifier)}
-    return facts
+        name = f"{name}, {router_name(contender.router)}"
+    return name if contender.relaxed is None else f"{name}, {rule_name(contender.relaxed)}"
 
 
 # Checks before anything large is loaded.
@@ -230,7 +181,7 @@ def drafter_identity(contender: Contender, vocab: DraftVocab) -> dict[str, Any]:
         ids = vocab.target_ids.sort().values.to("cpu", torch.int64)
         cut = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
     if contender.drafter is not None:
-        path = written(contender.drafter) / "model.safetensors"
+        path = current_folder(contender.drafter) / "model.safetensors"
         weights = _digest(path, path.stat().st_mtime_ns)
     return {"proposer": contender.proposer, "weights_sha256": weights, "vocab_sha256": cut}
 
@@ -287,14 +238,15 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
 
     for contender in contenders:
 
-        def passes(key: str, check: Any, *arguments: Any, contender: Contender = contender) -> bool:
+        def collect(key: str, check: Any, *arguments: Any, contender: Contender = contender) -> bool:
+            """Whether the check passes; else its problems are kept, under `key` unless they name another."""
             try:
                 check(*arguments)
                 return True
             except UserError as error:
                 for raised in error.problems:
-                    problem = f"eval.{raised}" if raised.startswith("tree.") else raised
-                    problem = problem.removeprefix("target.") if key == "quantization" else problem
+                    short = raised.removeprefix("target.") if key == "eval.quantization" else raised
+                    problem = f"eval.{short}" if short.startswith(("tree.", "draft_model", "quantization")) else short
                     known = any(problem.startswith(f"{start}{end}") for start in KEYS for end in ".: ")
                     places.setdefault(problem if known else f"{key}: {problem}", []).append(contender.place)
                 return False
@@ -302,24 +254,24 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
         tree, drafter = contender.tree, contender.drafter
         there = drafter is None or drafter not in to_come
         if there:
-            there = passes(contender.entry.key, contender.entry.check, target, contender) or drafter is None
+            there = collect(contender.entry.key, contender.entry.check, target, contender) or drafter is None
         known = True
         if tree.policy != "auto":
-            known = passes("eval.tree.c2t.classifier", policy_of, tree, sampling)
-            passes("eval.tree", check_size, tree, target.positions)
+            known = collect("eval.tree.c2t.classifier", policy_of, tree, sampling)
+            collect("eval.tree", check_size, tree, target.positions)
         if contender.quantization is not None:
             quantized = TargetFiles(recipe.target.quantized(contender.quantization))
-            passes("quantization", quantized.check_precision)
+            collect("eval.quantization", quantized.check_precision)
         if contender.router is not None:
-            passes("eval.router.static", check_sam, target, contender.router)
+            collect("eval.router.static", check_sam, target, contender.router)
         if contender.relaxed is not None:
-            passes("eval.acceptance.neighbours", check_neighbours, contender.relaxed, target)
+            collect("eval.acceptance.neighbours", check_neighbours, contender.relaxed, target)
         has_vocab = contender.has_distributions or contender.proposer == "hierarchy"
-        if there and has_vocab and passes("eval.token_counts", vocab_of, contender, target) and known:
+        if there and has_vocab and collect("eval.token_counts", vocab_of, contender, target) and known:
             vocab = vocab_of(contender, target)
             if tree.policy == "c2t":
                 identity = drafter_identity(contender, vocab)
-                passes("eval.tree.c2t.classifier", check_made_for, tree.c2t.classifier, identity)
+                collect("eval.tree.c2t.classifier", check_made_for, tree.c2t.classifier, identity)
             if fill := fill_of(contender, vocab, target):
                 notes[f"note: eval.tree.vocab_size: {fill}"] = None
     if places:
@@ -331,7 +283,7 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
 # A contender's problem begins with one of these.
 KEYS = (
     *("eval.drafter", "eval.tree", "eval.token_counts", "eval.sam", "eval.router", "eval.acceptance"),
-    *("draft_model", "quantization"),
+    *("eval.draft_model", "eval.quantization"),
 )
 
 

@@ -382,7 +382,7 @@ class C2T:
 
     Args:
         classifier: `models.c2t`; it moves to the drafter's device.
-        beta: least confidence. A good value depends on the classifier's negative_ratio.
+        beta: least confidence. A good value depends on the classifier.
         beam: most nodes kept per level, by confidence (K2); None: all. Ties go to children of better parents, then to
             the likelier sibling.
         top_k: children considered per node (K). 1: chains.
@@ -407,7 +407,6 @@ class C2T:
         rows, device = len(roots_B), roots_B.device
         if self.classifier.output.weight.device != device:
             self.classifier.to(device)
-        entropy_over = self.classifier.config.entropy_over
         log_probs = drafting.root_log_probs()[:, None]  # [B, b, Vd]
         width = min(self.top_k, log_probs.shape[-1])  # K
         values_Bb = log_probs.new_zeros(rows, 1)  # of the frontier
@@ -420,7 +419,7 @@ class C2T:
         for call in range(1, self.draft_calls + 1):
             calls = [call if goes else made for made, goes in zip(calls, going, strict=True)]
             children, ids = _children(values_Bb, log_probs, width)  # [B, b, K]
-            confidence = self.classifier.confidence(node_features(children, log_probs, call, entropy_over))
+            confidence = self.classifier.confidence(node_features(children, log_probs, call))
             passed = confidence >= self.beta
             if real_Bb is not None:
                 passed &= real_Bb[..., None]

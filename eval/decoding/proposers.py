@@ -283,7 +283,7 @@ PROPOSERS = {
     "causal_lm": ProposerEntry(
         name=lambda contender: f"{model_name(_small_model(contender))}, {tree_name(contender.tree)}",
         drafting=_causal_lm_drafting,
-        key="draft_model",
+        key="eval.draft_model",
         check=lambda target, contender: check_draft_model(target, _small_model(contender)),
         model=lambda contender: _small_model(contender).model,
     ),
@@ -293,7 +293,7 @@ PROPOSERS = {
             f"{contender.min_draft_length} or more"
         ),
         make=_hierarchy,
-        key="draft_model",
+        key="eval.draft_model",
         check=_check_hierarchy,
         model=lambda contender: str(contender.drafter),
     ),

@@ -26,14 +26,14 @@ from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import counts_of
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, quoted
 from draftsmith.recipes.prompts.records import ROLES
 from draftsmith.recipes.schema import TargetSection, TreeSection
 
 
 def _check_kind(name: str, value: object, kinds: type | tuple[type, ...], example: str) -> None:
     if not isinstance(value, kinds) or isinstance(value, bool):
-        raise UserError(f"{name}: {short(value)} cannot be used; give {example}")
+        raise UserError(f"{name}: {quoted(value)} cannot be used; give {example}")
 
 
 def _messages_of(question: object) -> list[Message]:
@@ -47,7 +47,7 @@ def _messages_of(question: object) -> list[Message]:
         or question[-1]["role"] == "assistant"
     ):
         raise UserError(
-            f"question: {short(question)} is neither a text nor a list of messages {{'role': ..., 'content': ...}} "
+            f"question: {quoted(question)} is neither a text nor a list of messages {{'role': ..., 'content': ...}} "
             f"that ends with a question; roles are {', '.join(ROLES)}"
         )
     return question

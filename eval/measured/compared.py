@@ -1,10 +1,10 @@
 """--compare: each argument adds a contender, from another recipe or from overrides of the first.
 
-    B.yaml                                       the tree and drafter of that recipe (same target required)
-    "eval.tree.nodes=16"                         the first recipe with these overrides, any number of them
-    "wide: eval.tree.top_k=16 eval.tree.nodes=100"                  with a name for its row
+    B.yaml                                       the main contender of that recipe (same target required)
+    "eval.tree.nodes=16"                         the first recipe's with these overrides, any number of them
+    "wide: eval.tree.top_k=16 eval.tree.nodes=100"                  with a name for its row; "wide: B.yaml", too
 
-Contenders may differ only in the keys OWN. Prompts, lengths and sampling are those of the first recipe.
+Contenders may differ only in the keys CONTENDER_KEYS. Prompts, lengths and sampling are those of the first recipe.
 """
 
 import re
@@ -13,16 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.decoding.contenders import Contender, contenders_of, main_contender, repeated_names
+from draftsmith.eval.decoding.contenders import Contender, contenders_of, main_contender
 from draftsmith.models.formats.named_drafters import with_measured_drafters
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import Recipe, TargetSection
+from draftsmith.recipes.schema import ContenderSection, Recipe, TargetSection
 
-OWN = (
-    *("eval.proposer", "eval.tree", "eval.sam", "eval.router", "eval.acceptance", "eval.drafter"),
-    "eval.token_counts",
-)
+CONTENDER_KEYS = *(f"eval.{key}" for key in ContenderSection.model_fields if key != "name"), "eval.token_counts"
 SHARED = (
     *("prompts", "max_prompts", "turns", "max_new_tokens", "temperature", "top_p", "top_k", "mode", "answers"),
     *("batch_size", "seed"),
@@ -47,34 +44,30 @@ def load_all(
     problems: list[str] = []
     recipe = _loaded(path, overrides, plan, problems)
     of_first = set(problems)
-    given: list[tuple[str, str]] = []  # (name, place) of contenders, even of wrong ones
-    if recipe is not None:
-        given += [(section.name, f"eval.also.{i}") for i, section in enumerate(recipe.eval.also)]
-    rivals: list[Contender] = []
+    others: list[Contender] = []
     notes: list[str] = []
     for argument in compared:
-        place = f"--compare {argument!r}"
+        place, (name, settings) = f"--compare {argument!r}", split_overrides(argument)
         found: list[str] = []
-        if "=" in argument and not Path(argument).exists():
-            name, settings = split_overrides(argument)
-            given.append((name, place))
-            found += [p for setting in settings if not _is_own(setting) for p in _not_its_own(path, overrides, setting)]
-            if not found and (other := _loaded(path, [*overrides, *settings], plan, found)) is not None:
-                rivals.append(replace(main_contender(other, place), name=name))
-        elif (other := _loaded(argument, (), plan, found)) is not None:
+        if "=" in argument and not Path(settings[0]).exists():
+            other = _loaded(path, [*overrides, *settings], plan, found)
+            found += _shared(settings, found)
+            if other is not None:
+                others.append(replace(main_contender(other, place), name=name))
+        elif (other := _loaded(settings[0], (), plan, found)) is not None:
             if recipe is not None:
                 found += [f"another target than {path}'s: {d}" for d in _different_targets(other.target, recipe.target)]
-                notes += _ignored(argument, other, path, recipe)
-            rivals.append(main_contender(other, place))
+                notes += _ignored(settings[0], other, path, recipe)
+            others.append(replace(main_contender(other, place), name=name or other.eval.name or ""))
         problems += [f"{place}: {problem}" for problem in found if problem not in of_first]
     if recipe is None or problems:
-        raise UserError(problems + repeated_names(given))
-    return recipe, contenders_of(recipe, rivals), notes
+        raise UserError(problems)
+    return recipe, contenders_of(recipe, others), notes
 
 
 def _loaded(path: str, overrides: Sequence[str], plan: bool, problems: list[str]) -> Recipe | None:
     """The recipe with folders of ours for all drafters; None if it cannot be read or a drafter cannot be had."""
-    with collected(problems):
+    with collecting_problems(problems):
         return with_measured_drafters(load_recipe(path, overrides), plan)
     return None
 
@@ -87,23 +80,15 @@ def split_overrides(argument: str) -> tuple[str, list[str]]:
     return name, NEXT_KEY.split(argument.strip())
 
 
-def _is_own(setting: str) -> bool:
-    key = setting.partition("=")[0].strip()
-    return any(key == own or key.startswith(f"{own}.") for own in OWN)
-
-
-def _not_its_own(path: str, overrides: Sequence[str], setting: str) -> list[str]:
-    key, equals, _ = setting.partition("=")
-    if not equals:
-        return [f"{setting!r} is not an override: write key.path=value, for example eval.tree.nodes=16"]
-    found: list[str] = []
-    with collected(found):
-        load_recipe(path, [*overrides, setting])
-    if unknown := [problem for problem in found if problem.startswith(f"override '{setting}': unknown key")]:
-        return unknown
+def _shared(settings: Sequence[str], told: Sequence[str]) -> list[str]:
+    """Problems with overrides of keys that are the same for all contenders, unless something else is `told` of them."""
+    keys = {setting: setting.partition("=")[0].strip() for setting in settings}
     return [
-        f"{key} is the same for all contenders; they may differ only in {', '.join(OWN)}; give it before --compare "
-        "to set it for all"
+        f"{key} is the same for all contenders; they may differ only in {', '.join(CONTENDER_KEYS)}; give it before "
+        "--compare to set it for all"
+        for setting, key in keys.items()
+        if not any(key == each or key.startswith(f"{each}.") for each in CONTENDER_KEYS)
+        and not any(problem.startswith(f"override '{setting}'") for problem in told)
     ]
 
 
@@ -113,11 +98,11 @@ def _different_targets(there: TargetSection, here: TargetSection) -> list[str]:
     return [
         f"target.{name} is {getattr(there, name)!r} there, {getattr(here, name)!r} here"
         for name in fields
-        if _meant(name, getattr(there, name)) != _meant(name, getattr(here, name))
+        if _content(name, getattr(there, name)) != _content(name, getattr(here, name))
     ]
 
 
-def _meant(name: str, value: Any) -> Any:
+def _content(name: str, value: Any) -> Any:
     """A value that is equal for two paths to the same directory or template."""
     if name == "model" and Path(value).exists():
         return Path(value).resolve()
@@ -131,9 +116,5 @@ def _ignored(path: str, there: Recipe, first: str, here: Recipe) -> list[str]:
     words = [f"eval.{name} {other!r} (here {mine!r})" for name, other, mine in sides if other != mine]
     notes = [f"{path} says {', '.join(words)}; all contenders are measured as {first} says"] if words else []
     if there.eval.also and there.eval.also != here.eval.also:
-        count = len(there.eval.also)
-        notes.append(
-            f"{path} is compared by its eval.tree alone; the {count} contender{'s' if count > 1 else ''} under its "
-            f"eval.also {'are' if count > 1 else 'is'} left out"
-        )
+        notes.append(f"{path} is compared by its main contender alone; those under its eval.also are left out")
     return notes

@@ -10,8 +10,7 @@
     wasted_nodes_per_round  verified drafted tokens that are not in the answer
     draft_milliseconds_per_call, verify_milliseconds_per_round
                             means; answers decoded side by side share the time of a round
-    time_share              shares of decoding time. Plain decoding drafts nothing, so its `draft` is 0. In older files
-                            it is about 1 %: the loop's own work, which is now in `other`
+    time_share              shares of decoding time. Plain decoding drafts nothing, so its `draft` is 0
     overhead_share          time_share's `other`: neither drafting (with tree growth) nor the target's forward pass. The
                             `own share` of tools/bench/decode.py is larger, because it includes tree growth
     speedup                 tokens per second over plain decoding's, each summed over all prompts before the division:
@@ -35,8 +34,7 @@
                             drawn tokens: of a number whose mean is at least that); greedy: of the probability, at
                             temperature 1, that was moved onto it. null for lossless rules
     lossless                known, not measured: the contender's acceptance rule keeps the target's distribution, in
-                            exact arithmetic. It can be true while matches_target is false. Older files have it of
-                            the main contender alone
+                            exact arithmetic. It can be true while matches_target is false
 
 Only tokens in the answer count: none after a stop token, none beyond the budget. Times exclude the prefill. Intervals
 are 95 % bootstrap intervals over conversations. All contenders answer the same conversations and are resampled
@@ -54,6 +52,7 @@ import numpy as np
 
 from draftsmith.eval.decoding.decode import Generation
 
+BOOTSTRAP_SAMPLES = 2000  # resamplings of the prompts for each interval
 INTERVAL = (2.5, 97.5)  # percentiles of the bootstrap: 95 %
 CHUNK = 200  # resamplings multiplied at a time: their counts are floats then
 # Columns of the sums. The last two are per conversation, the others per turn.

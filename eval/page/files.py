@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.eval.measured.metrics import BOOTSTRAP_SAMPLES
 from draftsmith.eval.page.figures import parts_of
 from draftsmith.eval.page.html import build_html, choose_answers, choose_images
 from draftsmith.eval.page.summary import advice, equality, fastest, interval_text, notes
@@ -44,6 +45,7 @@ def metrics_path(recipe: Recipe) -> Path:
 
 # Files.
 
+SHOWN_ANSWERS = 12  # token by token in report.html
 UNDRAFTED = {"proposer": None, "drafter": None, "tree": None, "lossless": True}
 
 
@@ -70,7 +72,7 @@ def write_acceptance(
         "max_new_tokens": recipe.eval.max_new_tokens,
         "batch_size": recipe.eval.replay_batch_size if recipe.eval.mode == "replay" else recipe.eval.batch_size,
         "mode": recipe.eval.mode,
-        "bootstrap_samples": recipe.eval.bootstrap_samples,
+        "bootstrap_samples": BOOTSTRAP_SAMPLES,
         "target": recipe.target.model,
         "drafter": str(recipe.eval_drafter_dir),
     }
@@ -119,8 +121,8 @@ def write_report(recipe: Recipe) -> Path:
     """Writes report.html from the files in eval.out. Returns its path."""
     acceptance, metrics = read_acceptance(recipe.eval_out / "acceptance.json"), read_metrics(metrics_path(recipe))
     path, answers, images = generations_path(recipe), list[dict[str, Any]](), list[dict[str, Any]]()
-    if path.exists() and recipe.eval.report_answers:
-        answers = choose_answers(path, acceptance["contender"], recipe.eval.report_answers)
+    if path.exists():
+        answers = choose_answers(path, acceptance["contender"], SHOWN_ANSWERS)
         images = choose_images(path, list(acceptance["contenders"]), answers)
     written = recipe.eval_out / "report.html"
     atomic_write(written, build_html(acceptance, metrics, answers, images))

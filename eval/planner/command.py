@@ -3,9 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -17,11 +15,13 @@ from draftsmith.eval.page.summary import interval_text
 from draftsmith.eval.planner.search import (
     SHOWN_ROWS,
     Plan,
+    as_yaml,
     candidates_of,
     make_plan,
     mean_context,
     measure,
     prepared,
+    recipe_keys,
     sampling_note,
 )
 from draftsmith.eval.recorded.answers import RecordedAnswer, Recording, answer_tokens
@@ -49,6 +49,8 @@ def main(command: Command) -> None:
     planned = main_contender(recipe)
     if not planned.has_distributions:
         raise UserError(f"eval.proposer: the planner plans a drafter's trees, and {planned.proposer} has no drafter")
+    if planned.quantization is not None:
+        raise UserError("eval.quantization: the planner measures the recipe's own target; set target.quantization")
     if planned.relaxed is not None:
         raise UserError("eval.acceptance: the planner predicts what exact acceptance takes; leave it out")
     contenders, recording, answers = prepared(recipe, planned, candidates_of(recipe), command.plan)
@@ -99,9 +101,7 @@ def print_planner_plan(
 ) -> None:
     print(f"candidates   {len(contenders)}: {'; '.join(contender.name for contender in contenders)}")
     print(f"replays      {len(answers)} answers, {answer_tokens(answers):,} tokens, from {recording.path}")
-    print(
-        f"measures     the costs of a round at {recipe.eval.planner.context or mean_context(answers)} tokens of context"
-    )
+    print(f"measures     the costs of a round at {mean_context(answers)} tokens of context")
     if most:
         print(f"decodes      {prompts} prompts plainly and by the best {min(most, len(contenders))} candidates")
     print(f"time         about {recipe.eval.planner.seconds:g} s; more if a first look at all candidates takes longer")
@@ -160,13 +160,7 @@ def print_choice(plan: Plan) -> None:
             f"{first.seconds / plan.costs.plain:.2f} rounds of plain decoding ({shares['draft']:.0%} drafting, "
             f"{shares['verify']:.0%} verifying): {first.speedup:.2f} times as fast."
         )
-    line = yaml.safe_dump(recipe_keys(first.tree), default_flow_style=True, sort_keys=False, width=10_000)
-    print(f"In the recipe:\n\neval:\n  tree: {line}")
-
-
-def recipe_keys(tree: TreeSection) -> dict[str, Any]:
-    """The keys that define the tree in a recipe."""
-    return tree.model_dump(mode="json", include={"policy", *tree.meant})
+    print(f"In the recipe:\n\neval:\n  tree: {{{as_yaml(first.tree)}}}\n")
 
 
 # What is written.

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from draftsmith.eval.decoding.contenders import Contender, check_contenders, loaded_proposer, named
+import yaml
+
+from draftsmith.eval.decoding.contenders import Contender, check_contenders, loaded_proposer
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, decode_all
-from draftsmith.eval.measured.metrics import summarise, summarise_all
+from draftsmith.eval.measured.metrics import BOOTSTRAP_SAMPLES, summarise, summarise_all
 from draftsmith.eval.planner.cost_model import Costs, predicted
 from draftsmith.eval.planner.measuring import keep_known, measure_costs, read_known, room_for
 from draftsmith.eval.recorded.answers import (
@@ -138,6 +140,16 @@ def candidates_of(recipe: Recipe, asked: TreeSection | None = None) -> list[Tree
     return [tree.model_copy(update={"vocab_size": tree.vocab_size or cut_to}) if cut_to else tree for tree in trees]
 
 
+def recipe_keys(tree: TreeSection) -> dict[str, Any]:
+    """The keys that define the tree in a recipe."""
+    return tree.model_dump(mode="json", include={"policy", *tree.changed_keys})
+
+
+def as_yaml(tree: TreeSection) -> str:
+    """These keys as a recipe writes them; a candidate's name."""
+    return yaml.safe_dump(recipe_keys(tree), default_flow_style=True, sort_keys=False, width=10_000).strip("{}\n")
+
+
 def prepared(
     recipe: Recipe, base: Contender, trees: Sequence[TreeSection], plan: bool = False
 ) -> tuple[list[Contender], Recording, list[RecordedAnswer]]:
@@ -149,7 +161,10 @@ def prepared(
     # First without the trees, so that the drafter's faults are named once.
     check_contenders(recipe, [_with_tree(recipe, base, TreeSection(policy="auto"), base.place)], plan)
     places = (f"eval.planner.candidates.{i}" for i in range(len(trees)))
-    contenders = named([_with_tree(recipe, base, tree, place) for tree, place in zip(trees, places, strict=True)])
+    contenders = [
+        replace(_with_tree(recipe, base, tree, place), name=as_yaml(tree))
+        for tree, place in zip(trees, places, strict=True)
+    ]
     check_contenders(recipe, contenders, plan)
     return contenders, *planner_answers(recipe, trees)
 
@@ -172,7 +187,7 @@ def planner_answers(recipe: Recipe, trees: Sequence[TreeSection]) -> tuple[Recor
         trees: their costs will be measured.
 
     Raises:
-        UserError: no answers, or another target's; eval.planner.context exceeds the target's positions.
+        UserError: no answers, or another target's; trees too deep for the target's positions.
     """
     section, most = recipe.eval.planner, recipe.eval.planner.max_answers
     path = answers_or_conversations(section.answers, recipe, "eval.planner.answers")
@@ -180,13 +195,7 @@ def planner_answers(recipe: Recipe, trees: Sequence[TreeSection]) -> tuple[Recor
         recording = read_answers(path, only=None if section.answers else kept_for_validation(path, most, of=1))
         target = TargetFiles.read(recipe.target)
         check_answers_before_loading(recording, target)
-        room = room_for(target.positions, trees)
-        if section.context is not None and section.context > room:
-            raise UserError(
-                f"eval.planner.context: {section.context:,} tokens, but the target has {target.positions:,} positions, "
-                f"and the rounds that are timed behind the context take {target.positions - room:,} of them; set it to "
-                f"{room:,} or less"
-            )
+        room_for(target.positions, trees)  # checks that there is some
         answers = with_rounds(recording.of(PLAIN, PLAIN), path, "eval.planner.answers")
         if len(answers) > most:
             answers = [answers[i * len(answers) // most] for i in range(most)]
@@ -253,7 +262,7 @@ def make_plan(
             # A look alone says too little. Half of the time that is left is for measuring.
             deadline = max(deadline, time.monotonic() + section.planner.seconds / 3)
             costs = _costs(models, recipe, contenders, rounds, answers, (time.monotonic() + deadline) / 2)
-        rows = ranked(costs, contenders, rounds, seen, section.bootstrap_samples, section.seed)
+        rows = ranked(costs, contenders, rounds, seen, section.seed)
         best = rows[0].speedup
         kept = [
             row.contender for i, row in enumerate(rows[: len(kept)]) if i < SHOWN_ROWS or row.speedup > CLOSE * best
@@ -280,7 +289,7 @@ def _costs(
         rounds: of each contender. C2T's trees are as large as its classifier allows.
     """
     sampling, path = Sampling.of(recipe.eval), recipe.planner_costs_path
-    context = recipe.eval.planner.context or mean_context(answers)
+    context = mean_context(answers)
     key = _depend_on(models, recipe, contenders[0], context)
     known = read_known(path, key)
     before = len(known)
@@ -332,7 +341,6 @@ def ranked(
     contenders: Sequence[Contender],
     rounds: dict[str, list[Generation]],
     answers: Sequence[RecordedAnswer],
-    bootstrap_samples: int,
     seed: int,
 ) -> list[Row]:
     """Predictions, the fastest first; ties keep the given order. Contenders with fewer rounds come last.
@@ -344,7 +352,7 @@ def ranked(
     rows = []
     for contender in contenders:
         expected = predicted(costs, contender.tree, rounds[contender.name])
-        numbers = summarise(expected, plain[: len(expected)], bootstrap_samples, seed, sampled=True)
+        numbers = summarise(expected, plain[: len(expected)], BOOTSTRAP_SAMPLES, seed, sampled=True)
         rows.append(Row(contender, expected, numbers))
     return sorted(rows, key=lambda row: (-len(row.rounds), -row.speedup))
 
@@ -356,7 +364,7 @@ def measure(
     rows = plan.rows[:most]
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         results = decode_all(models, recipe, [row.contender for row in rows], asked, nowhere, rejects)
-    settings = recipe.eval.bootstrap_samples, recipe.eval.seed
+    settings = BOOTSTRAP_SAMPLES, recipe.eval.seed
     measured = summarise_all(results, PLAIN, *settings, sampled=recipe.eval.temperature > 0)["contenders"]
     for row in rows:
         row.measured = measured[row.name]

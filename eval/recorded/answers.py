@@ -357,9 +357,6 @@ def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any], set[str]]:
     (`accept.Acceptance`), from acceptance.json beside a generations.jsonl.
 
     A token of theirs is not always what the target says; replay would count wrong tokens as right.
-
-    Raises:
-        UserError: an older file, which does not say it of each contender, says it of the main one.
     """
     try:
         content = json_object((path.parent / "acceptance.json").read_bytes())
@@ -368,8 +365,6 @@ def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any], set[str]]:
         return None, {}, set()
     rows = content.get("contenders")
     rows = {name: row for name, row in rows.items() if isinstance(row, dict)} if isinstance(rows, dict) else {}
-    if content.get("lossless") is False and not any("lossless" in row for row in rows.values()):
-        raise _not_lossless(path)
     identity = content.get("target_identity")
     identity = identity if isinstance(identity, dict) else {}
     relaxed = {name for name, row in rows.items() if row.get("lossless") is False}

@@ -23,10 +23,9 @@ from draftsmith.models.formats.exporting import (
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import drafter, need
+from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import written
 from draftsmith.recipes.schema import ExportSection, Recipe, TargetSection
 
 
@@ -38,7 +37,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     """
     engine = _engine(command.to or (None if recipe is None else recipe.export.to) or "vllm")
     directory, measured_file, out = _places(command, recipe, engine)
-    yet_to_train = recipe is not None and not written(directory).exists()
+    yet_to_train = recipe is not None and not current_folder(directory).exists()
     if recipe is not None and yet_to_train:
         source = source_to_train(recipe, TargetFiles(recipe.target))
     else:
@@ -111,7 +110,7 @@ def _places(command: Command, recipe: Recipe | None, engine: ServingEngine) -> t
         run = directory.parent
         return directory, run / "eval" / "acceptance.json", command.out or run / "export" / engine.name
     if not command.plan:
-        need(drafter(recipe))
+        require_files(made_by("train", recipe))
     return recipe.drafter_dir, recipe.eval_out / "acceptance.json", command.out or recipe.export_dir(engine.name)
 
 

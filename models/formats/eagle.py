@@ -28,7 +28,7 @@ from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.rotation import checked_rotation
-from draftsmith.recipes.errors import short
+from draftsmith.recipes.errors import quoted
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 # Keys for which another value than this one changes the arithmetic in a way that no drafter here has.
@@ -143,7 +143,7 @@ class _Keys(BaseModel, strict=True):
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
-            given = "missing" if first["type"] == "missing" else f"{short(first['input'])}: {first['msg']}"
+            given = "missing" if first["type"] == "missing" else f"{quoted(first['input'])}: {first['msg']}"
             raise Contradiction(f"{key} is {given}") from None
 
     def rotation(self, positions: int) -> dict[str, Any]:
@@ -151,12 +151,12 @@ class _Keys(BaseModel, strict=True):
         given, scaling, theta = self.rope_parameters, self.rope_scaling, self.rope_theta
         if given is not None and theta is not None and given.get("rope_theta", theta) != theta:
             raise Contradiction(
-                f"rope_theta is {theta}, rope_parameters says {short(given['rope_theta'])}; which base was it trained "
+                f"rope_theta is {theta}, rope_parameters says {quoted(given['rope_theta'])}; which base was it trained "
                 "with?"
             )
         if given is not None and scaling and scaling_of(given) != scaling_of(scaling):
             raise Contradiction(
-                f"rope_scaling is {short(scaling)}, rope_parameters says {short(given)}; which was it trained with?"
+                f"rope_scaling is {quoted(scaling)}, rope_parameters says {quoted(given)}; which was it trained with?"
             )
         rope = dict(scaling if given is None else given)
         rope.setdefault("rope_type", rope.pop("type", "default"))
@@ -181,11 +181,11 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
     for key, wanted in FIXED.items():
         for where, values in (("", config), ("eagle_config.", config.get("eagle_config") or {})):
             if (given := values.get(key)) not in (None, wanted):
-                raise Contradiction(f"{where}{key} is {short(given)}; drafters here know {wanted} alone")
+                raise Contradiction(f"{where}{key} is {quoted(given)}; drafters here know {wanted} alone")
     if strange := [name for name in names if ".q_norm." in name or ".k_norm." in name or name == "mask_hidden"]:
         raise Contradiction(f"it has {strange[0]}, which drafters here do not know")
     if keys.hidden_act not in ACT2FN:
-        raise Contradiction(f"hidden_act is {short(keys.hidden_act)}, not the name of an activation")
+        raise Contradiction(f"hidden_act is {quoted(keys.hidden_act)}, not the name of an activation")
     vocab_size = keys.vocab_size or target.vocab_size
     positions = keys.max_position_embeddings or target.max_position_embeddings
     biased = any(name.endswith("q_proj.bias") for name in names)

@@ -23,7 +23,7 @@ from draftsmith.models.formats.eagle import WEIGHTLESS, published_states
 from draftsmith.models.formats.folder import Folder
 from draftsmith.models.formats.gguf_file import ARCHITECTURE, NAMES, ROPE, metadata_of
 from draftsmith.models.rotation import KINDS
-from draftsmith.recipes.errors import short
+from draftsmith.recipes.errors import quoted
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -113,7 +113,7 @@ def problems(engine: ServingEngine, found: Folder, shape: DrafterConfig) -> list
 def _other_values(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
     for key, value in wanted.items():
         if config.get(key) != value:
-            yield f"{key} is {short(config.get(key))}, the drafter needs {short(value)}"
+            yield f"{key} is {quoted(config.get(key))}, the drafter needs {quoted(value)}"
 
 
 def _other_tensors(tensors: Tensors, wanted: Mapping[str, list[int]]) -> Iterator[str]:
@@ -141,7 +141,7 @@ def _vllm_loader(config: dict[str, Any], tensors: Tensors, shape: DrafterConfig)
     yield from _other_values(config, plain)
     for name, tensor in tensors.items():
         if name not in WEIGHTLESS and str(tensor.dtype) != f"torch.{config.get('dtype')}":
-            yield f"dtype is {short(config.get('dtype'))}, and {name} would be rounded from {tensor.dtype}"
+            yield f"dtype is {quoted(config.get('dtype'))}, and {name} would be rounded from {tensor.dtype}"
     wanted = _asked(shape)
     if shape.attention_bias:  # which covers o_proj, too
         weights = [name for name in wanted if name.endswith(".o_proj.weight")]

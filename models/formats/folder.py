@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from draftsmith.recipes.errors import UserError, first_line, short
+from draftsmith.recipes.errors import UserError, first_line, quoted
 from draftsmith.recipes.files.json_text import parse_json
 
 JSON_BYTES = 16 << 20  # of config.json or an index: published configs have 2 KiB, an index of 100,000 tensors 10 MiB
@@ -54,7 +54,7 @@ def read_folder(path: Path, allow_bin: bool = False) -> Folder:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: not a whole safetensors file: {error}; copy it again") from None
         if lost := sorted((claimed or set()) - found.keys()):
-            raise UserError(f"{path / INDEX}: names {short(lost[0])}, which {file.name} does not hold")
+            raise UserError(f"{path / INDEX}: names {quoted(lost[0])}, which {file.name} does not hold")
         tensors |= {name: tensor for name, tensor in found.items() if claimed is None or name in claimed}
     if not files:
         tensors = _read_pickle(path, allow_bin)
@@ -105,7 +105,7 @@ def _inside(path: Path, name: str) -> Path:
     hub/blobs/<prefix>/<hash>                                     where that leads, for content that repositories share
     """
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-        raise UserError(f"{path}: names a file {short(name)}; a checkpoint's files are plain names in its folder")
+        raise UserError(f"{path}: names a file {quoted(name)}; a checkpoint's files are plain names in its folder")
     file = path / name
     real, home = file.resolve(), path.resolve()
     entry = home.parent.parent

@@ -22,7 +22,7 @@ from draftsmith.models.formats.eagle import Contradiction
 from draftsmith.models.formats.folder import Folder
 from draftsmith.models.prompt import DecoderInputs, PlacedInsert
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, quoted
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DTYPES_OF = {"d2t": (torch.int64, torch.int32), "t2d": (torch.bool,)}  # the rest are weights, in FLOATS
@@ -240,7 +240,7 @@ def for_target(foreign: Foreign, table: torch.Tensor, scale: float, where: str) 
         return replace(foreign, shape=replace(shape, embedding_scale=scale))
     if own is not None and not _same_table(own, table):
         raise UserError(
-            f"{where}: embed_tokens is {short(list(own.shape))} and not the target's table; a drafter with embeddings "
+            f"{where}: embed_tokens is {quoted(list(own.shape))} and not the target's table; a drafter with embeddings "
             "of its own is not supported. Was it trained for this target?"
         )
     if scale == 1:

@@ -15,8 +15,8 @@ from draftsmith.models.formats import hub
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.importing import import_drafter, is_foreign, read_for
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.errors import UserError, collected
-from draftsmith.recipes.files.atomic import written
+from draftsmith.recipes.errors import UserError, collecting_problems
+from draftsmith.recipes.files.atomic import current_folder
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.schema import Recipe, TargetSection
@@ -40,7 +40,7 @@ def own_drafter(name: str, recipe: Recipe, plan: bool) -> str:
     """
     on_hub, directory = HUB_ID.fullmatch(name), Path(name)
     label = re.sub(r"[^\w.-]+", "--", name) if on_hub else directory.resolve().name
-    if on_hub and not written(directory).exists():
+    if on_hub and not current_folder(directory).exists():
         repo_id, revision = on_hub.groups()
         cached = hub.cached(repo_id, revision) if plan else hub.fetch_drafter(repo_id, revision)
         if cached is None:
@@ -51,14 +51,14 @@ def own_drafter(name: str, recipe: Recipe, plan: bool) -> str:
         return name
     files = TargetFiles(recipe.target)
     out = recipe.imported_dir / f"{label}-{_digest(directory, recipe.target)[:12]}"
-    if not written(out).exists():
+    if not current_folder(out).exists():
         folder = read_folder(directory)
         if plan:
             shape = read_for(folder, files).shape
             print(f"note: {directory}: a foreign {kind_text(shape)}: the run would import it into {out}")
         else:
             with alone_in(recipe.imported_dir, LONGEST_IMPORT):
-                if not written(out).exists():  # another process of this run may have been here
+                if not current_folder(out).exists():  # another process of this run may have been here
                     import_drafter(folder, files, out)
                     print(f"imported: {directory} into {out}", flush=True)
     return str(out)
@@ -75,7 +75,11 @@ def _digest(directory: Path, target: TargetSection) -> str:
 
 def yet_to_import(recipe: Recipe, drafter: str | Path | None) -> bool:
     """Whether a drafter is one that `own_drafter` would fetch or import, were it no plan."""
-    return drafter is not None and Path(drafter).parent == recipe.imported_dir and not written(Path(drafter)).exists()
+    return (
+        drafter is not None
+        and Path(drafter).parent == recipe.imported_dir
+        and not current_folder(Path(drafter)).exists()
+    )
 
 
 # The recipe with folders of ours in the place of all names.
@@ -83,10 +87,10 @@ def yet_to_import(recipe: Recipe, drafter: str | Path | None) -> bool:
 
 def with_measured_drafters(recipe: Recipe, plan: bool) -> Recipe:
     """For measuring: eval.drafter, and the drafters under eval.also. Raises UserError with all problems."""
-    names = {f"eval.also.{i}.drafter": rival.drafter for i, rival in enumerate(recipe.eval.also)}
-    main, *rivals = _own({"eval.drafter": recipe.eval.drafter, **names}, recipe, plan)
+    names = {f"eval.also.{i}.drafter": contender.drafter for i, contender in enumerate(recipe.eval.also)}
+    main, *others = _own({"eval.drafter": recipe.eval.drafter, **names}, recipe, plan)
     also = [
-        section.model_copy(update={"drafter": name}) for section, name in zip(recipe.eval.also, rivals, strict=True)
+        section.model_copy(update={"drafter": name}) for section, name in zip(recipe.eval.also, others, strict=True)
     ]
     return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"drafter": main, "also": also})})
 
@@ -129,7 +133,7 @@ def _own(names: dict[str, str | None], recipe: Recipe, plan: bool) -> list[str |
     problems: list[str] = []
     found: list[str | None] = []
     for key, name in names.items():
-        with collected(problems, f"{key}: "):
+        with collecting_problems(problems, f"{key}: "):
             found.append(name and own_drafter(name, recipe, plan))
     if problems:
         raise UserError(problems)

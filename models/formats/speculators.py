@@ -15,7 +15,7 @@ import torch
 
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.formats import eagle
-from draftsmith.recipes.errors import short
+from draftsmith.recipes.errors import quoted
 
 VERSION = "0.9.0"  # of the package that was followed
 LAYER_KEYS = (
@@ -67,7 +67,7 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     layer = config.get("transformer_layer_config")
     kind = config.get("speculators_model_type", "eagle3")
     if kind != "eagle3" or not isinstance(layer, dict):
-        raise eagle.Contradiction(f"a speculators model of type {short(kind)}; only eagle3 is known here")
+        raise eagle.Contradiction(f"a speculators model of type {quoted(kind)}; only eagle3 is known here")
     own = {key: value for key, value in config.items() if key not in ("transformer_layer_config", "vocab_size")}
     missing = {"norm_before_residual": True}  # the package's default, which no drafter here has
     return missing | dict(layer) | own

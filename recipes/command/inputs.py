@@ -2,44 +2,31 @@
 
 from pathlib import Path
 
+from draftsmith.recipes.command.stages import STAGES
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import written
+from draftsmith.recipes.files.atomic import current_folder
 from draftsmith.recipes.schema import Recipe
 
+Input = tuple[str, Path, str]  # what it is, where, and the command that writes it
 
-def need(*inputs: tuple[str, Path, str]) -> None:
-    """Checks that every input exists.
 
-    Args:
-        inputs: (name, path, the command that writes it).
+def made_by(command: str, recipe: Recipe) -> Input:
+    """The first file of a stage."""
+    stage = STAGES[command]
+    return stage.makes, stage.writes(recipe)[0], command
 
-    Raises:
-        UserError: names all missing inputs.
-    """
+
+def is_there(path: Path) -> bool:
+    """Whether the file exists, also in a folder that a kill left half renamed."""
+    return (current_folder(path.parent) / path.name).exists()
+
+
+def require_files(*inputs: Input) -> None:
+    """Raises UserError with all inputs that are missing."""
     missing = [
         f"{what}: {path} does not exist; run `draftsmith {command}` first"
         for what, path, command in inputs
-        if not written(path).exists()
+        if not is_there(path)
     ]
     if missing:
         raise UserError(missing)
-
-
-def prompts(recipe: Recipe) -> list[tuple[str, Path, str]]:
-    """The prompts for training that reprompt writes, as `need` takes them; empty where it writes none."""
-    return [("data.prompts", recipe.picture_prompts_path, "reprompt")] if recipe.reprompts else []
-
-
-def conversations(recipe: Recipe) -> tuple[str, Path, str]:
-    """The regenerated conversations, as `need` takes them."""
-    return "data.conversations", recipe.conversations_path, "regenerate"
-
-
-def draft_vocab(recipe: Recipe) -> tuple[str, Path, str]:
-    """The draft vocabulary, as `need` takes it."""
-    return "draft vocabulary", recipe.draft_vocab_path, "rank-vocab"
-
-
-def drafter(recipe: Recipe) -> tuple[str, Path, str]:
-    """The drafter that the recipe trains, as `need` takes it."""
-    return "drafter", recipe.drafter_dir, "train"

@@ -33,29 +33,15 @@ from typing import Any
 
 from draftsmith.recipes.command import console
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.stages import INSIDE_RUN, stages_of
+from draftsmith.recipes.command.stages import INSIDE_RUN, IRRELEVANT, STAGES, files_of_target, local_sources, stages_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
-from draftsmith.recipes.prompts.benchmarks import benchmark_of
-from draftsmith.recipes.prompts.sources import file_sources
-from draftsmith.recipes.schema import Recipe, as_list
+from draftsmith.recipes.schema import Recipe
 
 REMEMBERED = "stages.json"
-REWRITTEN = ("reprompt", "train", "label-trees", "train-c2t", "build-sam", "evaluate", "export")
-"""Stages that rewrite their files on every run; the others may have nothing left to do."""
 SECONDS_TO_END = 3.0  # for a stage after Ctrl-C, before it is interrupted again
-
-# Settings that change a stage's speed, reports or servers, but not its result.
-_IRRELEVANT = {
-    "target": {"device"},
-    "data": {"capture", "states", "ranking", "reprompt", "sam"},
-    "generator": {
-        *("batch_size", "concurrency", "timeout_seconds", "base_urls", "api_key_env", "drafter", "draft_tokens"),
-    },
-    "train": {"trackers", "resume", "log_every_steps", "save_every_steps", "keep_checkpoints"},
-}
 
 
 def main() -> None:
@@ -70,7 +56,8 @@ def main() -> None:
             continue
         ran = True
         print(f"\n[{number}/{len(stages)}] draftsmith {stage} {shlex.join(words)}", flush=True)
-        before = {file: _stamp(file) for file in _writes(recipe, stage)} if stage in REWRITTEN else {}
+        described = STAGES[stage]
+        before = {file: _stamp(file) for file in described.writes(recipe)} if described.rewrites else {}
         code = _call([stage, *words])
         if command.plan and code in (0, 2):  # all stages say what cannot work
             refused += [stage] * (code == 2)
@@ -81,7 +68,7 @@ def main() -> None:
         if code:
             sys.exit(code)
         if _unwritten(recipe, stage, before):
-            print(f"{stage} was stopped before its end; the same command goes on", file=sys.stderr)
+            print(f"{stage} stopped early; run the same command to continue", file=sys.stderr)
             sys.exit(1)
         _remember(recipe, stage)
     if refused:
@@ -112,7 +99,7 @@ def _show(recipe: Recipe, stages: list[str]) -> None:
     for stage in stages:
         why = why_not_done(recipe, stage)
         after = f"after {before}" if before and why is None else None
-        files = ", ".join(_name(recipe, path) for path in _writes(recipe, stage))
+        files = ", ".join(_name(recipe, path) for path in STAGES[stage].writes(recipe))
         words = f"  ({why or after})" if why or after else ""
         print(f"  {'done' if why is after is None else 'to do':<6} {stage:<12} {files}{words}")
         before = before or (stage if why else None)
@@ -128,13 +115,13 @@ def _check_prompts_stay(recipe: Recipe, stages: list[str]) -> None:
     trained = recipe.checkpoints_dir.exists() or recipe.drafter_dir.exists()
     if "regenerate" not in stages or remembered is None or not trained:
         return
-    files = {_name(recipe, file): file for file in _sources(recipe.data.prompts)}
+    files = {_name(recipe, file): file for file in local_sources(recipe.data.prompts)}
     # Before reprompt has run again, its file is still the old one.
     others_follow = recipe.reprompts and why_not_done(recipe, "reprompt") not in (None, "not done yet")
     same = not others_follow and all(_is_same(file, remembered["files"].get(name)) for name, file in files.items())
     if not same or remembered["settings"] != _digest(_settings(recipe, "regenerate")):
         raise UserError(
-            f"data: these are other prompts, or other answers, than those that {recipe.output_dir} was trained on. "
+            f"data: the prompts or answers changed after training in {recipe.output_dir}. "
             "Name another output_dir, or undo the change; to train again here, delete conversations.jsonl, "
             "checkpoints, draft_vocab.safetensors, drafter and stages.json first"
         )
@@ -201,107 +188,13 @@ def _end_with_parent() -> None:
 # Inputs and outputs of a stage.
 
 
-def _reads(recipe: Recipe, stage: str) -> list[Path]:
-    target, evaluated = recipe.target, _sources(recipe.eval.prompts)
-    model = [*_model(target.model), *_model(target.adapter), *_files([target.chat_template or ""])]
-    trees = [recipe.eval.tree, *(rival.tree for rival in recipe.eval.also)]
-    rules = [recipe.eval.acceptance, *(rival.acceptance for rival in recipe.eval.also)]
-    measured = [recipe.eval_drafter_dir] if recipe.measures_drafter else []
-    drafting = [*measured, *(Path(rival.drafter) for rival in recipe.eval.also if rival.drafter)]
-    drafting += [Path(tree.c2t.classifier) for tree in trees if tree.c2t.classifier]
-    start = [Path(recipe.drafter.init_from) / "model.safetensors"] if recipe.drafter.init_from else []
-    states = [recipe.states_dir / "manifest.json"] if recipe.data.states is not None else []
-    replayed = [Path(recipe.eval.answers or recipe.eval_out / "generations.jsonl")] if _replays(recipe) else []
-    conversations = recipe.conversations_path
-    return (
-        model
-        + {
-            "reprompt": _sources(recipe.data.reprompt.sources),
-            "regenerate": [*_sources(recipe.data.prompts), *evaluated],
-            "rank-vocab": [conversations, *start, *_files([each.source for each in recipe.data.ranking.sources])],
-            "capture": [conversations],
-            "train": [conversations, recipe.draft_vocab_path, *states, *start],
-            "label-trees": [
-                recipe.eval_drafter_dir / "model.safetensors",
-                Path(recipe.labels.answers or conversations),
-            ],
-            "train-c2t": [recipe.classifier_rows_path],
-            "build-sam": [
-                *([conversations] if "answers" in recipe.data.sam.names else []),
-                *_files(recipe.data.sam.names),
-            ],
-            "evaluate": [
-                *recipe.static_sams,
-                *(folder / "model.safetensors" for folder in drafting),
-                *(file for rival in recipe.eval.also if rival.draft_model for file in _model(rival.draft_model.model)),
-                *([recipe.token_counts_path] if any(tree.vocab_size for tree in trees) else []),
-                *evaluated,
-                *replayed,
-                *_files([each.neighbours for each in rules if each] + [recipe.eval.planner.answers or ""]),
-            ],
-            "export": [*_trained(recipe), recipe.eval_out / "acceptance.json"],
-        }[stage]
-    )
-
-
-def _model(place: str | None) -> list[Path]:
-    """The files of a model in a local folder, in order; of the Hub's, none."""
-    return sorted(file for kind in ("json", "jinja", "safetensors") for file in Path(place or "none").glob(f"*.{kind}"))
-
-
-def _trained(recipe: Recipe) -> list[Path]:
-    return [recipe.drafter_dir / "model.safetensors", recipe.drafter_dir / "config.json"]
-
-
-def _writes(recipe: Recipe, stage: str) -> list[Path]:
-    output, exported = Path(recipe.output_dir), recipe.export_dir(recipe.export.to or "")
-    weights = ["drafter.gguf"] if recipe.export.to == "llama.cpp" else ["config.json", "model.safetensors"]
-    return {
-        "reprompt": [recipe.picture_prompts_path],
-        "regenerate": [recipe.conversations_path],
-        "rank-vocab": [recipe.draft_vocab_path, output / "token_counts.safetensors"],
-        "capture": [recipe.states_dir / "manifest.json"],
-        "train": _trained(recipe),
-        "label-trees": [recipe.labelled_trees_path],
-        "train-c2t": [recipe.classifier_dir / "model.safetensors", recipe.classifier_dir / "config.json"],
-        "build-sam": [recipe.sam_path],
-        "evaluate": [recipe.eval_out / ("replay" * _replays(recipe)) / "acceptance.json"],
-        "export": [exported / name for name in (*weights, "README.md")],
-    }[stage]
-
-
 def _settings(recipe: Recipe, stage: str) -> dict[str, Any]:
-    """The part of the recipe that affects a stage's result."""
-    sections = {
-        "reprompt": (),
-        "regenerate": ("target", "data"),
-        "rank-vocab": ("target", "data", "drafter"),
-        "capture": ("target", "data", "drafter"),
-        "train": ("target", "data", "drafter", "train"),
-        "label-trees": ("target", "data", "eval", "labels"),
-        "train-c2t": ("classifier",),
-        "build-sam": ("target",),
-        "evaluate": ("target", "eval"),
-        "export": ("export",),
-    }[stage]
-    # Defaults are left out, so a key added by a later version changes nothing.
-    found = recipe.model_dump(include=set(sections), exclude_defaults=True)
-    data = found.get("data", {})
-    for name, keys in _IRRELEVANT.items():
-        section = data.get(name, {}) if name == "generator" else found.get(name, {})
-        for key in keys & section.keys():
-            del section[key]
-    data.pop("contamination", None)
-    if "data" in sections and recipe.data.contamination == "remove":
-        found["left out for asking what is asked in"] = recipe.eval.prompts
-    if stage == "reprompt":
-        found["reprompt"] = recipe.data.reprompt.model_dump(exclude_defaults=True)
-    if stage == "build-sam":
-        found["sam"] = recipe.data.sam.model_dump(exclude_defaults=True)
-    if stage == "rank-vocab":
-        found["ranking"] = recipe.data.ranking.model_dump(exclude_defaults=True)
-    if stage == "train" and recipe.train.eval_replay:
-        found["replayed with"] = recipe.eval.tree.model_dump(exclude_defaults=True)
+    """The part of the recipe that affects a stage's result, without defaults: a new key changes nothing."""
+    keys = STAGES[stage].settings(recipe)
+    found = recipe.model_dump(include=set(keys), exclude=IRRELEVANT, exclude_defaults=True)
+    for section, _, key in (key.partition(".") for key in keys if "." in key):
+        values = recipe.model_dump(include={section: {key}}, exclude_defaults=True)
+        found[f"{section}.{key}"] = values.get(section, {}).get(key, {})
     return _without_empty(found)
 
 
@@ -311,26 +204,11 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if value != {}}
 
 
-def _replays(recipe: Recipe) -> bool:
-    return recipe.eval.mode == "replay"
-
-
-def _sources(sources: str | list[str] | None) -> list[Path]:
-    """The local files of prompt sources."""
-    parts = [part for name in as_list(sources) for part in file_sources(name)]
-    return _files([(benchmark_of(part) or (None, None))[1] or part for part in parts])
-
-
-def _files(names: list[str]) -> list[Path]:
-    """The local files among corpora; patterns count by their names."""
-    return [Path(name) for name in names if Path(name).is_file()]
-
-
 def _unwritten(
     recipe: Recipe, stage: str, before: Mapping[Path, tuple[int, ...] | None] = MappingProxyType({})
 ) -> str | None:
     """The first of a stage's files that is missing or is still the one that was there `before`."""
-    for file in _writes(recipe, stage):
+    for file in STAGES[stage].writes(recipe):
         if (stamp := _stamp(file)) is None or stamp == before.get(file):
             return _name(recipe, file)
     return None
@@ -354,7 +232,9 @@ def _name(recipe: Recipe, file: Path) -> str:
 
 
 def _files_of(recipe: Recipe, stage: str) -> dict[str, Path]:
-    return {_name(recipe, file): file for file in [*_reads(recipe, stage), *_writes(recipe, stage)] if file.is_file()}
+    described = STAGES[stage]
+    files = [*files_of_target(recipe), *described.reads(recipe), *described.writes(recipe)]
+    return {_name(recipe, file): file for file in files if file.is_file()}
 
 
 def _is_same(file: Path, remembered: Any) -> bool:

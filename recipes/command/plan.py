@@ -12,8 +12,8 @@ exact: arithmetic over the recipe and the target's config; counted: in the files
 from pathlib import Path
 from types import TracebackType
 
+from draftsmith.recipes.command.inputs import Input, is_there
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import written
 
 
 class PlanLines:
@@ -38,13 +38,10 @@ class PlanLines:
     def line(self, label: str, text: str, basis: str = "") -> None:
         print(f"{label:<14} {text}" + f"  [{basis}]" * bool(basis))
 
-    def reads(self, *inputs: tuple[str, Path, str]) -> None:
-        """
-        Args:
-            inputs: files of other commands, as `recipes.command.inputs` names them.
-        """
+    def reads(self, *inputs: Input) -> None:
+        """Files of other commands."""
         for _, path, command in inputs:
-            self.line("reads", str(path), "there" if written(path).exists() else f"`draftsmith {command}` writes it")
+            self.line("reads", str(path), "there" if is_there(path) else f"`draftsmith {command}` writes it")
 
     def writes(self, *paths: Path) -> None:
         for path in paths:

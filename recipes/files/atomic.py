@@ -2,7 +2,7 @@
 
 A file is written as <name>.partial, synced to disk, and renamed. A folder is written the same way; an older folder is
 first renamed to <name>.replaced. A kill between these two renames leaves the complete new folder in <name>.partial.
-Readers find it there (`written`), and the next writer renames it.
+Readers find it there (`current_folder`), and the next writer renames it.
 """
 
 import os
@@ -43,7 +43,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 def clear_partial_files(directory: Path) -> None:
     """Removes files that a kill left half-written in a folder. Its writer holds the folder's lock."""
-    for pattern in ("*.partial", ".tmp*", "*.tmp"):  # of `atomic_path`, of safetensors, of older versions
+    for pattern in ("*.partial", ".tmp*", "*.tmp"):  # of `atomic_path`, of safetensors
         for leftover in directory.glob(pattern):
             if leftover.is_file():
                 leftover.unlink()
@@ -79,7 +79,7 @@ def atomic_folder(directory: Path, own: Collection[str]) -> Iterator[Path]:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder} is a file; move it away, because a folder of that name is needed")
     if not directory.exists() and retired.exists():
-        # Before `partial` changes: `written` must not find half of it.
+        # Before `partial` changes: `current_folder` must not find half of it.
         os.replace(partial if partial.exists() else retired, directory)
     _empty(retired, directory, own)
     shutil.rmtree(partial, ignore_errors=True)
@@ -93,7 +93,7 @@ def atomic_folder(directory: Path, own: Collection[str]) -> Iterator[Path]:
     _empty(retired, directory, own)
 
 
-def written(directory: Path) -> Path:
+def current_folder(directory: Path) -> Path:
     """The folder's path: `directory`, or its partial path after a kill between the renames of `atomic_folder`."""
     resolved = directory.resolve()
     partial, retired = partial_path(resolved), _retired_path(resolved)

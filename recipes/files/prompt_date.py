@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 
 from draftsmith.recipes.command.launch import rank
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, quoted
 from draftsmith.recipes.files.atomic import atomic_write
 
 FILE = "prompt_date.txt"
@@ -43,7 +43,7 @@ class KeptDate:
                 day = date.fromisoformat(text)
             except ValueError:
                 raise UserError(
-                    f"{there}: {short(text)} is not a date (YYYY-MM-DD), and prompts have had one: write it there"
+                    f"{there}: {quoted(text)} is not a date (YYYY-MM-DD), and prompts have had one: write it there"
                 ) from None
         if self.writes and there != own and rank() == 0:
             atomic_write(own, f"{day}\n")

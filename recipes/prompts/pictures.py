@@ -41,7 +41,7 @@ from urllib.parse import unquote, urlsplit
 
 from PIL import ExifTags, Image
 
-from draftsmith.recipes.errors import short
+from draftsmith.recipes.errors import quoted
 from draftsmith.recipes.prompts.picture_parts import with_picture_parts
 from draftsmith.recipes.prompts.records import Conversation, folder_of
 from draftsmith.recipes.prompts.sources import StorePicture
@@ -127,7 +127,7 @@ def _path_of(place: str, folder: Path) -> Path | None:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", place):
         url = urlsplit(place) if place[:7].lower() == "file://" else None
         if url is None or url.netloc not in ("", "localhost"):
-            raise UnusablePicture(f"picture URL: {short(place)} is never fetched; download it and name the file")
+            raise UnusablePicture(f"picture URL: {quoted(place)} is never fetched; download it and name the file")
         place = unquote(url.path)
     return (folder / place).absolute()
 
@@ -135,13 +135,13 @@ def _path_of(place: str, folder: Path) -> Path | None:
 def _data_of(url: str) -> bytes:
     head, comma, text = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise UnusablePicture(f"picture unreadable: {short(url, 60)} is not a data URL in base64")
+        raise UnusablePicture(f"picture unreadable: {quoted(url, 60)} is not a data URL in base64")
     if len(text) * 3 // 4 > MAX_BYTES:
         raise UnusablePicture(f"picture too large: a data URL of {len(text):,} characters")
     try:
         return base64.b64decode(unquote(text), validate=True)
     except (binascii.Error, ValueError):
-        raise UnusablePicture(f"picture unreadable: {short(url, 60)} is not base64") from None
+        raise UnusablePicture(f"picture unreadable: {quoted(url, 60)} is not base64") from None
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -157,11 +157,11 @@ def _bytes_of(path: Path) -> bytes:
     except (FileNotFoundError, NotADirectoryError):
         raise UnusablePicture(f"picture missing: no such file: {path}") from None
     except OSError as error:
-        raise UnusablePicture(f"picture unreadable: {short(str(path))}: {error.strerror}") from None
+        raise UnusablePicture(f"picture unreadable: {quoted(str(path))}: {error.strerror}") from None
     except UnusablePicture:
         raise
     except ValueError as error:  # a path with a null character
-        raise UnusablePicture(f"picture missing: {short(str(path))}: {error}") from None
+        raise UnusablePicture(f"picture missing: {quoted(str(path))}: {error}") from None
 
 
 def decoded_picture(content: bytes, name: str) -> Image.Image:

@@ -52,7 +52,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.prompts.picture_parts import as_picture_record
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -147,7 +147,7 @@ def questions(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 def _read_as(before: str, names: list[str], rejects: Rejects, store: StorePicture | None) -> Iterator[Conversation]:
     problems: list[str] = []
-    with collected(problems, before):
+    with collecting_problems(problems, before):
         yield from _read(names, rejects, store)
     if problems:  # a full disk under the rejects is no mistake of the sources
         raise UserError(

@@ -101,13 +101,9 @@ def main() -> None:
     if args.continuous:
         ways["continuous"] = continuous
     for count in args.draft_tokens if args.drafter else ():
-        own = [
-            f"data.generator.drafter={args.drafter}",
-            f"data.generator.draft_tokens={count}",
-            f"target.model={args.target}",
-        ]
+        own = [f"data.generator.drafter={args.drafter}", f"target.model={args.target}"]
         recipe = load_recipe(ROOT / "recipes/demo.yaml", own)
-        writer = Writer.of(recipe, TargetFiles(recipe.target), settings_of(args, stops))
+        writer = Writer.of(recipe, TargetFiles(recipe.target), settings_of(args, stops), count)
         ways[f"drafted, {count}"] = partial(written, writer)
     for round_number in range(args.rounds):
         for name, way in ways.items():

@@ -23,10 +23,10 @@ from draftsmith.models.costs import (
     shared_out,
 )
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.command.inputs import conversations, draft_vocab
+from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.plan import PlanLines, plural
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.measure.dry_run import row_flops
@@ -68,11 +68,11 @@ def print_plan(recipe: Recipe, files: TargetFiles, tera_flops_per_second: float 
 def _read(plan: PlanLines, recipe: Recipe, files: TargetFiles, processes: int) -> PlannedRun:
     """Checks the files that are there as a run does, as far as that can be told without the target's weights."""
     shape = shape_of_run(recipe, files)
-    states = [("data.states", recipe.states_dir / "manifest.json", "capture")] * (recipe.data.states is not None)
-    plan.reads(conversations(recipe), draft_vocab(recipe), *states)
+    states = [made_by("capture", recipe)] * (recipe.data.states is not None)
+    plan.reads(made_by("regenerate", recipe), made_by("rank-vocab", recipe), *states)
     vocab, store, rejects = None, None, Rejects()
     rows, validation_rows = list[TrainingRow](), list[TrainingRow]()
-    with collected(plan.problems):
+    with collecting_problems(plan.problems):
         if recipe.draft_vocab_path.exists():
             vocab = read_run_vocab(recipe, files)
         check_start_of_recipe(recipe, files, shape, vocab)

@@ -25,7 +25,6 @@ from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import sync_to_disk
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
-from draftsmith.recipes.schema import is_default
 
 MANIFEST, STATE = "manifest.json", "trainer_state.json"
 _COMPLETE = re.compile(r"step-\d+")
@@ -167,7 +166,7 @@ def read_state(checkpoint: Path, identity: Mapping[str, Any], unknown: tuple[str
         unknown: beginnings of its keys that are not known yet.
 
     Raises:
-        UserError: another run or an older version wrote it, or this process does not see it.
+        UserError: another run wrote it, or this process does not see it.
     """
     try:
         state = json.loads((checkpoint / STATE).read_text())
@@ -176,15 +175,11 @@ def read_state(checkpoint: Path, identity: Mapping[str, Any], unknown: tuple[str
             f"{checkpoint}: rank 0 resumes from it, and another process does not see it: output_dir must be one folder "
             "that all of them see"
         ) from None
-    if not {"windows", "name", "micro_batches", "steps"} <= state.keys():
-        raise UserError(f"{checkpoint}: was written by an older version; choose another output_dir to start again")
     here = json.loads(json.dumps(identity))  # as it was written, with lists for tuples
     different = [
         f"{key}: the checkpoint has {theirs!r}, this run has {mine!r}"
         for key, theirs, mine in differences(state["identity"], here)
         if not key.startswith(unknown)
-        # An older version had no such key.
-        and (key in state["identity"] or not (is_default(key, mine) or (key == "target.dtype" and theirs is None)))
     ]
     if different:
         raise UserError(

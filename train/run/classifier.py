@@ -13,10 +13,12 @@ from draftsmith.models.c2t import C2tClassifier, C2tConfig, read_c2t_config
 from draftsmith.models.checkpoint import provenance
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.loader import dump_recipe, output_problem
 from draftsmith.recipes.schema import ClassifierSection, Recipe
 
+# Rejected rows for each accepted one; it shifts the scale of the confidence. The paper does not say how many.
+NEGATIVES = 10
 THRESHOLD = 0.5  # on the confidence, for the recall and the positive rate that select an epoch
 BETAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
@@ -55,20 +57,15 @@ def inputs_of(recipe: Recipe) -> tuple[Trees, C2tClassifier | None]:
     """
     section, out = recipe.classifier, recipe.classifier_dir
     trees, start, problems = None, None, list[str]()
-    with collected(problems):
+    with collecting_problems(problems):
         trees = Trees.read(recipe.classifier_rows_path)
     if section.init_from is not None:
-        with collected(problems):
+        with collecting_problems(problems):
             start = C2tClassifier.load(section.init_from)
-    if start is not None and trees is not None and trees.about["entropy_over"] != start.config.entropy_over:
-        problems.append(
-            f"{recipe.classifier_rows_path}: entropies over {trees.about['entropy_over']} tokens, but "
-            f"{section.init_from} was trained on entropies over {start.config.entropy_over}; label with that"
-        )
     if problem := output_problem(out, folder=True):
         problems.append(f"classifier.out: {problem}")
     elif (out / "config.json").exists():  # of a classifier, which is replaced, and not of a drafter
-        with collected(problems, "classifier.out: "):
+        with collecting_problems(problems, "classifier.out: "):
             read_c2t_config(out)
     if problems or trees is None:
         raise UserError(problems)
@@ -111,12 +108,8 @@ def train_classifier(
         UserError: as `split`; or the loss diverges.
     """
     train_on, kept_out = split(trees, section)
-    config = C2tConfig(
-        hidden=section.hidden if start is None else start.config.hidden,
-        entropy_over=trees.about["entropy_over"],
-        negative_ratio=section.negative_ratio,
-        drafter=trees.about["drafter"],
-    )
+    hidden = section.hidden if start is None else start.config.hidden
+    config = C2tConfig(hidden=hidden, drafter=trees.about["drafter"])
     with torch.random.fork_rng():
         torch.manual_seed(section.seed)
         classifier = C2tClassifier(config)
@@ -136,7 +129,7 @@ def train_classifier(
             losses.backward()
             optimizer.step()
             loss_sum, rows = loss_sum + float(losses.detach()) * len(at), rows + len(at)
-        line = {"epoch": epoch, "rows": rows, "train_loss": loss_sum / rows, **validate(classifier, kept_out, section)}
+        line = {"epoch": epoch, "rows": rows, "train_loss": loss_sum / rows, **validate(classifier, kept_out)}
         if not math.isfinite(line["train_loss"] + line["validation_loss"]):
             raise UserError(
                 f"the loss is not finite after epoch {epoch}; lower classifier.learning_rate ({rate_of(section):g})"
@@ -162,24 +155,24 @@ def epoch_batches(accepted_R: torch.Tensor, section: ClassifierSection, epoch: i
     """Row numbers of an epoch's batches: all accepted rows and newly drawn rejected ones, shuffled."""
     chance = torch.Generator().manual_seed(section.seed * 1_000_003 + epoch)
     positive, negative = accepted_R.nonzero()[:, 0], (~accepted_R).nonzero()[:, 0]
-    count = negatives_of(len(positive), len(negative), section.negative_ratio)
+    count = negatives_of(len(positive), len(negative))
     drawn = negative[torch.randperm(len(negative), generator=chance)[:count]]
     rows = torch.cat((positive, drawn))
     return rows[torch.randperm(len(rows), generator=chance)].split(section.batch_size)
 
 
-def negatives_of(accepted: int, rejected: int, ratio: float | None) -> int:
+def negatives_of(accepted: int, rejected: int) -> int:
     """How many rejected rows an epoch draws."""
-    return rejected if ratio is None else min(rejected, max(1, round(ratio * accepted)))
+    return min(rejected, NEGATIVES * accepted)
 
 
-def validate(classifier: C2tClassifier, trees: Trees, section: ClassifierSection) -> dict[str, float]:
+def validate(classifier: C2tClassifier, trees: Trees) -> dict[str, float]:
     """Loss under the distribution of sub-sampled rows; recall, positive rate and precision over all rows."""
     accepted, logits = trees.accepted, classifier(trees.features).detach()
     loss = functional.binary_cross_entropy_with_logits(logits, accepted.float(), reduction="none").double()
     positives, negatives = int(accepted.sum()), int((~accepted).sum())
     # Each rejected row is weighted by the probability that it is drawn.
-    drawn = negatives_of(positives, negatives, section.negative_ratio)
+    drawn = negatives_of(positives, negatives)
     total = float(loss[accepted].sum()) + drawn / negatives * float(loss[~accepted].sum())
     return {"validation_loss": total / (positives + drawn), **rates(logits.sigmoid(), accepted, THRESHOLD)}
 

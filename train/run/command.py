@@ -19,7 +19,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError
 
 from draftsmith.recipes.command.cli import Command, parse_command
-from draftsmith.recipes.command.inputs import conversations, draft_vocab, need
+from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.launch import check_all_started, rank, world_size
 from draftsmith.recipes.command.stages import print_next
 from draftsmith.recipes.errors import UserError
@@ -86,7 +86,7 @@ def train_drafter(command: Command) -> None:
 
 def _check_inputs(command: Command) -> None:
     check_all_started()
-    need(conversations(command.recipe), draft_vocab(command.recipe))
+    require_files(made_by("regenerate", command.recipe), made_by("rank-vocab", command.recipe))
 
 
 def _devices() -> int:

@@ -35,30 +35,11 @@ def new_drafter(
     if section.init_head != "random" and isinstance(drafter, Eagle3Drafter):
         with torch.no_grad():
             drafter.lm_head.weight.copy_(target.head_weight[vocab.target_ids.to(target.device)])
-            if section.init_head == "target_with_norm":
-                drafter.norm.weight.copy_(final_norm_scale(target))
     if section.init_from is not None:
         start_from(Path(section.init_from), drafter, identity)
     if section.lora is not None:
         add_lora(drafter, section.lora)
     return drafter
-
-
-def final_norm_scale(target: Target) -> torch.Tensor:
-    """[H] what the target's final RMSNorm multiplies normed states by, however its family stores it.
-
-    Raises:
-        UserError: the decoder has no final RMSNorm, or is not here (data.states).
-    """
-    norm = getattr(getattr(target, "decoder", None), "norm", None)
-    if norm is None or "RMSNorm" not in type(norm).__name__:
-        raise UserError(
-            "drafter.init_head: target_with_norm, but no final RMSNorm of the target is at hand; take `target`, or "
-            "leave it out"
-        )
-    # What the norm makes of ones is its scale: some families store a weight, others weight - 1.
-    ones = torch.ones(1, target.hidden_size, device=target.device, dtype=target.dtype)
-    return norm(ones)[0]
 
 
 def start_from(directory: Path, drafter: FeatureDrafter, identity: dict[str, Any]) -> None:

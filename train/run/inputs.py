@@ -11,7 +11,7 @@ from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, load_metadata
-from draftsmith.recipes.command.inputs import draft_vocab, need
+from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects
@@ -75,7 +75,7 @@ def read_run_vocab(recipe: Recipe, files: TargetFiles) -> DraftVocab:
     Raises:
         UserError: it is missing, or made for another target, tokenizer or drafter.vocab_size.
     """
-    need(draft_vocab(recipe))
+    require_files(made_by("rank-vocab", recipe))
     path, fingerprint, target_vocab_size = recipe.draft_vocab_path, files.fingerprint, files.text_config.vocab_size
     vocab = DraftVocab.load(path)
     made_with = load_metadata(path).get("tokenizer_fingerprint", fingerprint)

@@ -128,15 +128,10 @@ class Loop:
             if self.trackers is not None:
                 self.trackers.finish()
 
-    @property
-    def _again(self) -> str:
-        """How a run that stopped early is resumed, in words."""
-        return "the same command" if self.section.resume == "auto" else "train.resume=auto"
-
     def _interrupted_after(self, done: int) -> str:
         """The message of Ctrl-C after `done` steps: where the next start will resume."""
         if saved := list_checkpoints(self.checkpoints):
-            resumption = f"{self._again} resumes from step {step_of(saved[-1]):,} ({saved[-1]})"
+            resumption = f"the same command resumes from step {step_of(saved[-1]):,} ({saved[-1]})"
         else:
             first = min(self.section.save_every_steps, self.schedule.steps)
             resumption = f"no checkpoint yet (the first one comes at step {first:,}): the same command starts again"
@@ -178,7 +173,7 @@ class Loop:
                 self.meter.start(self._save(done, waiting))
             if stop:  # without replay, which takes long; the next start makes up for it
                 progress.close()
-                text = f"SIGTERM: stopped after step {done:,}, which is saved; {self._again} resumes from there"
+                text = f"SIGTERM: stopped after step {done:,}, which is saved; the same command resumes from there"
                 self.accelerator.print(text)
                 return False
             if waiting is not None:
@@ -403,7 +398,7 @@ class Loop:
         """Loads the last whole checkpoint, if there is one, and returns the number of steps done."""
         with failing_together():
             if self.accelerator.is_main_process:
-                self._settle()
+                settle(self.checkpoints)
         names = [path.name for path in list_checkpoints(self.checkpoints)]
         [name, *_] = gather_object(names[-1:] or [None])  # rank 0 decides
         if name is None:
@@ -426,15 +421,6 @@ class Loop:
         if self.accelerator.is_main_process:  # the last run may have been killed before it did
             self._keep(check=True)
         return state["step"]
-
-    def _settle(self) -> None:
-        existing = list_checkpoints(self.checkpoints)
-        if existing and self.section.resume == "never":
-            raise UserError(
-                f"train.resume is never, but {existing[-1]} exists: set train.resume=auto to resume from it, or choose "
-                "another output_dir"
-            )
-        settle(self.checkpoints)
 
     def _state_of(self, checkpoint: Path) -> dict[str, Any]:
         """The checkpoint's state. Raises UserError if this run cannot be resumed from it."""

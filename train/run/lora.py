@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from draftsmith.models.feature_drafter import FeatureDrafter
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, quoted
 from draftsmith.recipes.schema import LoraSection
 
 
@@ -43,7 +43,7 @@ def add_lora(drafter: FeatureDrafter, section: LoraSection) -> None:
     known = {name.rpartition(".")[2] for name in linear}
     if unknown := sorted(set(section.modules or ()) - known):
         raise UserError(
-            f"drafter.lora.modules: this drafter has no linear layers called {short(unknown)}; "
+            f"drafter.lora.modules: this drafter has no linear layers called {quoted(unknown)}; "
             f"it has {', '.join(sorted(known))}"
         )
     for name, module in linear.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.models.checkpoint import written
+from draftsmith.models.checkpoint import current_folder
 from draftsmith.models.context_limits import longest_row
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.target_files import TargetFiles
@@ -17,8 +17,8 @@ from draftsmith.recipes.schema import Recipe
 # Keys of the train section that may change when a run is resumed: they change neither the steps nor their order.
 # Instead of gradient_accumulation_steps "micro-batches a step" is compared.
 MAY_CHANGE = {
-    "max_steps", "epochs", "resume", "save_every_steps", "keep_checkpoints", "log_every_steps", "validate_every_steps",
-    "eval_replay", "keep_best", "trackers", "gradient_checkpointing", "attention", "gradient_accumulation_steps",
+    "max_steps", "epochs", "save_every_steps", "keep_checkpoints", "log_every_steps", "validate_every_steps",
+    "eval_replay", "keep_best", "trackers", "gradient_checkpointing", "gradient_accumulation_steps",
     "zero_stage", "offload_optimizer", "shard_target", "max_skipped_steps", "packing",
 }  # fmt: skip
 
@@ -58,7 +58,7 @@ def run_identity(
         "target": {key: value for key, value in target.items() if key not in ("model", "revision")},
         "drafter": drafter.to_dict(),
         "drafter.init_head": recipe.drafter.init_head,
-        "drafter.init_from": None if start is None else file_digest(written(Path(start)) / "model.safetensors"),
+        "drafter.init_from": None if start is None else file_digest(current_folder(Path(start)) / "model.safetensors"),
         "drafter.lora": None if recipe.drafter.lora is None else recipe.drafter.lora.model_dump(),
         "draft_vocab_sha256": file_digest(recipe.draft_vocab_path),
         "conversations_sha256": file_digest(recipe.conversations_path),

@@ -4,7 +4,6 @@ import torch
 
 from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.recipes.schema import TrainSection
-from draftsmith.train.attention.kernels import BLOCKS
 from draftsmith.train.loss.losses import LossWeights
 from draftsmith.train.loss.unroll import TrainingTimeTest
 
@@ -14,10 +13,8 @@ def loss_weights(section: TrainSection) -> LossWeights:
         token=section.token_loss,
         feature=section.feature_loss,
         top_k=section.top_k_loss,
-        top_k_tokens=section.top_k_tokens,
         objective=section.token_objective,
         rank=section.rank_loss,
-        rank_tokens=section.rank_tokens,
     )
 
 
@@ -30,8 +27,7 @@ def trainee_of(section: TrainSection, drafter: FeatureDrafter) -> TrainingTimeTe
         section.gradient_checkpointing,
         loss_weights(section),
         section.detach_features,
-        BLOCKS if section.attention == "blocks" else None,
-        section.unroll == "passes",
+        whole_passes=section.unroll == "passes",
     )
 
 

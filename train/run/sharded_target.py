@@ -23,7 +23,7 @@ from draftsmith.models.costs import gigabytes, named_dtype
 from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.target import Target, decoder_layers
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.run.accelerator import check_deepspeed, deepspeed_on_cpus
 
@@ -75,7 +75,7 @@ def check_sharding(recipe: Recipe, files: TargetFiles) -> None:
             f"train.shard_target: {config.model_type} keeps weights in float32 beside those in lower precision "
             f"({kept[0]}), which ZeRO-3 would round; set target.dtype=float32, or train.shard_target=false"
         )
-    with collected(problems):
+    with collecting_problems(problems):
         check_deepspeed("train.shard_target: the target is sharded by DeepSpeed")
     if problems:
         raise UserError(problems)

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType, set_seed
 from draftsmith.data_gen.states.store import length_of, taught_tokens
 from draftsmith.data_gen.states.stored_target import StoredTarget
 from draftsmith.models.chat import prompt_date
-from draftsmith.models.checkpoint import provenance, save_drafter, written
+from draftsmith.models.checkpoint import current_folder, provenance, save_drafter
 from draftsmith.models.context_limits import check_evaluation
 from draftsmith.models.costs import device_here
 from draftsmith.models.formats.exporting import check_export
@@ -215,7 +215,7 @@ def save(training: Training) -> None:
             return
         data = {"conversations": recipe.conversations_path, "draft_vocab": recipe.draft_vocab_path}
         if recipe.drafter.init_from is not None:
-            data["init_from"] = written(Path(recipe.drafter.init_from)) / "model.safetensors"
+            data["init_from"] = current_folder(Path(recipe.drafter.init_from)) / "model.safetensors"
         made_by, chosen = provenance(data), ""
         if (best := loop.best()) is not None:
             checkpoint, tau = best

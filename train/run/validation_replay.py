@@ -28,7 +28,7 @@ from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, cut_by_file
-from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.run.state_sources import StateSource, StoredStates
 
@@ -53,7 +53,7 @@ def check_replay(recipe: Recipe, files: TargetFiles) -> None:
             "train.eval_replay: policy auto goes by speeds, and replay has none; name a policy in eval.tree"
         )
     else:
-        with collected(problems, "train.eval_replay: "):
+        with collecting_problems(problems, "train.eval_replay: "):
             check_size(tree, files.positions)
     if tree.draw == "sampled" and recipe.eval.temperature > 0:
         problems.append(
