@@ -57,6 +57,7 @@ TEXT_COLUMNS = {
 }
 COLUMNS = (*LIST_COLUMNS, *TEXT_COLUMNS)
 SYSTEM_COLUMNS = ("system", "system_prompt")
+ID_COLUMNS = ("id", "question_id")
 # Columns of Alpaca and Dolly; their meaning beside other columns is unknown.
 BESIDE_INSTRUCTION = ("input", "context")
 # Keys of a content part that may hold a path: {"type": "image", "path": ...}, {"image_url": {"url": ...}}.
@@ -180,7 +181,7 @@ def _images_of(record: dict[str, Any]) -> list[str]:
 
 
 def _id_of(record: dict[str, Any], default_id: str) -> str:
-    for key in ("id", "question_id"):
+    for key in ID_COLUMNS:
         value = whole_number(record.get(key))
         if value is None or value == "":
             continue
