@@ -93,7 +93,7 @@ class Conversation:
         if not (self.images or self.other_parts):
             return []
         try:
-            parts = pictures_of(with_picture_parts(self))
+            parts = pictures_of(with_picture_parts(self))  # type: ignore[arg-type]  # seen under two paths
             return [part.get("sha256") or picture_digest(part["path"], folder_of(self.source)) for part in parts]
         except (ValueError, KeyError, TypeError, AttributeError):
             return [json.dumps([self.images, self.other_parts], sort_keys=True, default=str)]
