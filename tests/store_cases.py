@@ -11,9 +11,9 @@ import yaml
 from safetensors.torch import load_file
 
 from draftsmith.data_gen import capture as script
-from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
-from draftsmith.data_gen.states.jobs import layers_of
 from draftsmith.data_gen.states.manifest import StoreManifest
+from draftsmith.data_gen.states.store_plan import layers_of
+from draftsmith.data_gen.training_rows.rows import TrainingRow, usable_rows
 from draftsmith.models.chat import load_tokenizer
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.errors import UserError

@@ -53,8 +53,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.manifest import StoreManifest, entry_path, file_problem, shard_path
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.target_columns import columns_of_picture
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import atomic_path, atomic_write
