@@ -69,7 +69,7 @@ class WantedStates:
     def bytes_of(self, tokens: float, taught: float) -> float:
         """Size of rows with so many tokens in all, and so many of answers."""
         a_state = self.shape.encoding.bytes_of(self.shape.hidden_size)
-        return a_state * (self.shape.states * tokens + (taught if self.shape.has_last else 0)) + 4 * tokens
+        return a_state * (self.shape.states * tokens + (taught if self.shape.has_last else 0))
 
     def made_with(self, target: Target, recipe: Recipe, fingerprint: str) -> dict[str, Any]:
         """`made_of` with what only the weights tell."""
