@@ -66,6 +66,7 @@ def test_run_returns_exit_codes(capsys, monkeypatch):
         cli.run(fail(FileNotFoundError(errno.ENOENT, "No such file", "ours")))
     with pytest.raises(ZeroDivisionError):  # a defect of ours keeps its traceback
         cli.run(fail(ZeroDivisionError()))
+    monkeypatch.setattr(cli.atexit, "register", lambda _: None)  # it would end the tests, with exit code 0
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
@@ -133,6 +134,16 @@ def test_several_processes_of_a_script_that_needs_one_are_refused_once(
         assert caught.value.code == 2
         assert ("runs as one process, and 2 were started" in capsys.readouterr().err) is said
     assert waited == [launch.ENDED_BY_LAUNCHER_SECONDS]  # the second one, until the launcher ends it
+
+
+def test_of_processes_with_the_same_problem_the_first_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(launch.time, "sleep", waited.append)
+    for local_rank, waits in (("0", []), ("1", [launch.ENDED_BY_LAUNCHER_SECONDS])):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(UserError), launch.first_one_reports():
+            raise UserError("no such file")
+        assert waited == waits
 
 
 def test_a_terminal_without_some_character_shows_its_number() -> None:

@@ -10,8 +10,8 @@ import torch
 import yaml
 
 from draftsmith.data_gen import contamination, rank_vocab
-from draftsmith.data_gen.rows import overlap
-from draftsmith.data_gen.rows.overlap import GRAM, EvaluationIndex, screen
+from draftsmith.data_gen.training_rows import overlap
+from draftsmith.data_gen.training_rows.overlap import GRAM, EvaluationIndex, screen
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError

@@ -10,8 +10,8 @@ from tokenizers import processors
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from draftsmith.data_gen import conversations
-from draftsmith.data_gen.rows import shown as shown_rows
-from draftsmith.data_gen.rows.training_rows import TrainingRow, rows_of, training_rows, turns_of_messages
+from draftsmith.data_gen.training_rows import shown as shown_rows
+from draftsmith.data_gen.training_rows.rows import TrainingRow, rows_of, training_rows, turns_of_messages
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured import benchmarks
 from draftsmith.models.chat import RenderError, decode_answer, render_prompt, tokenizer_fingerprint

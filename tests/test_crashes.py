@@ -20,7 +20,6 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from draftsmith.data_gen.states.written import WrittenRows
 from draftsmith.models.checkpoint import file_digest, load_drafter, read_drafter_config
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
@@ -227,18 +226,16 @@ def test_200_kills_of_regeneration_lose_and_repeat_nothing(
 def test_states_go_on_where_a_kill_left_them(
     lab: CrashLab, recipe: Path, whole_with_states: tuple[Path, Ending], tmp_path: Path
 ) -> None:
-    """Killed while the target's folder is made, in the middle of a row's states, behind them in the middle of its line,
-    and while shards take the rows' place. The rejected prompts are asked in every run."""
+    """Killed while the target's folder is made, before a row's states have their name, behind them in the middle of
+    the conversation's line, and while shards take the rows' place. The rejected prompts are asked in every run."""
     run = arguments(recipe, tmp_path, *with_states(tmp_path))
-    states, torn = tmp_path / "states", 0
+    states = tmp_path / "states"
     for fault in (
-        *(Fault("rename", 1), Fault("write", 16, 0.9), Fault("write", 14, 0.3)),
-        *(Fault("rename", 4), Fault("remove", 20)),
+        *(Fault("rename", 1), Fault("rename", 5), Fault("write", 14, 0.3), Fault("write", 9)),
+        *(Fault("remove", 2), Fault("remove", 20)),
     ):
         ending = lab.run(REGENERATE, run, fault=fault)
         assert ending.status == -signal.SIGKILL, f"{fault}: {ending.output}"
-        torn += sum(path.stat().st_size > WrittenRows(states)._ends[path] for path in states.glob("written/rows-*"))
-    assert torn
     ending = lab.run(REGENERATE, run)
     assert ending.status == 0, ending.output
     check_regenerated(tmp_path, whole_with_states[0])
@@ -249,10 +246,10 @@ def test_a_disk_that_states_fill_is_one_message(
     lab: CrashLab, recipe: Path, whole_with_states: tuple[Path, Ending], tmp_path: Path
 ) -> None:
     run = arguments(recipe, tmp_path, *with_states(tmp_path))
-    assert lab.run(REGENERATE, run, fault=Fault("write", 24)).status == -signal.SIGKILL
+    assert lab.run(REGENERATE, run, fault=Fault("rename", 5)).status == -signal.SIGKILL
     ending = lab.run(REGENERATE, run, file_limit=15_000)
-    assert ending.status == 2 and "Traceback" not in ending.output and ending.output.count("error: ") == 1
-    assert f"error: {tmp_path / 'states/written/rows-'}" in ending.output and "make room" in ending.output
+    assert ending.status == 2 and "Traceback" not in ending.output and ending.output.count("cannot be written") == 1
+    assert f"error: {tmp_path / 'states/written/'}" in ending.output and "make room" in ending.output
     assert lab.run(REGENERATE, run).status == 0
     check_regenerated(tmp_path, whole_with_states[0])
     assert_same_store(tmp_path / "states", whole_with_states[0] / "states")

@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.corpus.template_tokens import template_tokens
+from draftsmith.data_gen.vocabulary.template_tokens import template_tokens
 from draftsmith.eval.decoding.contenders import contender_of, vocab_of
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import (

@@ -13,7 +13,7 @@ import torch
 from draftsmith.data_gen.answers import generators
 from draftsmith.data_gen.answers.conversation_log import ConversationLog
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
-from draftsmith.data_gen.rows.training_rows import training_rows
+from draftsmith.data_gen.training_rows.rows import training_rows
 from draftsmith.eval.measured.evaluation import make_out
 from draftsmith.models.chat import prompt_date, render_prompt
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
@@ -393,14 +393,10 @@ def test_two_writers_are_refused(tmp_path: Path) -> None:
         assert log.content.done == {"a": (1, "d")}
 
 
-def test_a_first_line_that_is_cut_off_is_kept_beside(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """No whole line shows whose it was."""
+def test_a_file_without_a_whole_line_is_left_as_it_was_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
-    path.write_text('{"id": "a", "messages": [')
     with ConversationLog(path, {"target": "t"}) as log:
         log.append({"id": "a", "asked_digest": "d", "turns": []})
-    assert (tmp_path / "c.jsonl.torn").read_text() == '{"id": "a", "messages": ['
-    assert "c.jsonl.torn" in capsys.readouterr().out
     whole = path.read_text()
     path.write_text(whole + '{"id": "b"')
     with ConversationLog(path, {"target": "t"}):

@@ -15,8 +15,8 @@ from PIL import Image
 
 from draftsmith.data_gen import regenerate, reprompt
 from draftsmith.data_gen.answers import generators
-from draftsmith.data_gen.pictures import long_answers
-from draftsmith.data_gen.pictures.long_answers import INSTRUCTIONS, REQUESTS, reprompted
+from draftsmith.data_gen.reprompting import long_answers
+from draftsmith.data_gen.reprompting.long_answers import INSTRUCTIONS, REQUESTS, reprompted
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.loader import load_recipe

@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -22,12 +21,12 @@ from draftsmith.data_gen.answers.generators import (
     resolve_sampling,
 )
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
-from draftsmith.data_gen.rows.overlap import screen
 from draftsmith.data_gen.server.answers import Vocabulary
 from draftsmith.data_gen.server.generator import Servers, Unanswered
-from draftsmith.data_gen.states.answer_states import AnswerStates, asked_states, storing
+from draftsmith.data_gen.states.answer_states import AnswerStates, storing, wanted_states
 from draftsmith.data_gen.states.capturing import complete
-from draftsmith.data_gen.states.jobs import Asked
+from draftsmith.data_gen.states.store_plan import WantedStates
+from draftsmith.data_gen.training_rows.overlap import screen
 from draftsmith.models.chat import (
     RenderError,
     prompt_date,
@@ -57,7 +56,6 @@ from draftsmith.recipes.prompts.reader import (
 )
 from draftsmith.recipes.schema import Recipe
 
-RATE_SECONDS = 30.0  # window of the progress bar's tokens per second
 NAMED_AT_MOST = 5  # conversations without an answer that the summary lists
 SAMPLED = 500  # conversations whose first prompts are rendered to know their length
 HUB_SAMPLE = 50  # conversations of a hub dataset that a plan fetches
@@ -121,7 +119,7 @@ def main(command: Command) -> int:
             with open_servers(recipe, settings, files) as servers:
                 log.identify("served_model", servers.connect())
                 return regenerate(servers, tokenizer, todo, settings, log, rejects)
-        if (asked := asked_states(recipe, files)) is not None:
+        if (asked := wanted_states(recipe, files)) is not None:
             prompts = first_prompts(tokenizer, todo)
             check_room_for_states(asked, recipe.states_dir, prompts, len(todo), log.content)
         writer = Writer.of(recipe, files, settings)
@@ -217,7 +215,6 @@ class _Tally:
     cut_at_length: int = 0  # answers cut at max_length
     retokenised: int = 0  # answers
     started: float = field(default_factory=time.monotonic)
-    _lately: deque[tuple[float, int]] = field(default_factory=lambda: deque([(time.monotonic(), 0)]))
 
     def add(self, answer: GeneratedAnswer) -> None:
         self.turns += 1
@@ -229,18 +226,17 @@ class _Tally:
             self.cut_at_tokens += not at_length
         self.retokenised += answer.retokenised
 
+    @property
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self.started, 1e-3)
+
     def progress(self, writer: Writer | Servers) -> str:
-        """Tokens per second over RATE_SECONDS, and the servers' open requests."""
-        now, tokens = time.monotonic(), writer.tokens_received
-        self._lately.append((now, tokens))
-        while now - self._lately[0][0] > RATE_SECONDS and len(self._lately) > 2:
-            self._lately.popleft()
-        then, before = self._lately[0]
-        return f"{(tokens - before) / max(now - then, 1e-3):,.0f} tokens/s{writer.load}"
+        """Tokens per second, and the servers' open requests."""
+        return f"{writer.tokens_received / self._seconds:,.0f} tokens/s{writer.load}"
 
     def summary(self) -> list[str]:
-        rate, cut = self.tokens / max(time.monotonic() - self.started, 1e-3), self.cut_at_tokens + self.cut_at_length
-        text = f"{self.turns:,} answers, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
+        cut = self.cut_at_tokens + self.cut_at_length
+        text = f"{self.turns:,} answers, {self.tokens:,} tokens, {self.tokens / self._seconds:,.0f} tokens/s"
         text += f", {cut / max(self.turns, 1):.1%} of the answers cut by length" * (cut > 0)
         text += f", {self.unasked:,} user turns not asked" * (self.unasked > 0)
         text += f", {self.retokenised:,} answers tokenised again from text" * (self.retokenised > 0)
@@ -312,8 +308,8 @@ def generator_identity(recipe: Recipe, settings: GenerationSettings, files: Targ
         "dtype": dtype if kind == "transformers" else None,  # unknown for servers; the log records `served_model`
         "tokenizer_fingerprint": files.fingerprint,
         **files.changes,
-        **({"template_args": template_variables(section)} if template_variables(section) else {}),
-        **({"date": day} if (day := prompt_date(files.tokenizer)) else {}),
+        "template_args": template_variables(section),
+        "date": prompt_date(files.tokenizer),
         **asdict(settings.sampling),
         "seed": settings.seed,
         "max_new_tokens": settings.max_new_tokens,
@@ -334,7 +330,9 @@ def first_prompts(tokenizer: PreTrainedTokenizerBase, conversations: list[Conver
     return found
 
 
-def check_room_for_states(asked: Asked, directory: Path, prompts: list[int], count: int, log: LogContent) -> None:
+def check_room_for_states(
+    asked: WantedStates, directory: Path, prompts: list[int], count: int, log: LogContent
+) -> None:
     """Raises UserError if the states of `count` conversations do not fit on the disk, with one answer each of the mean
     length so far.
 
@@ -346,7 +344,7 @@ def check_room_for_states(asked: Asked, directory: Path, prompts: list[int], cou
     if least > (free := free_bytes(directory)):
         raise UserError(
             f"data.states: at least {gigabytes(least)} are to be written to {directory} with the answers, and "
-            f"{gigabytes(free)} are free there: make room, name another folder, or take data.capture.dtype=int8 or a "
+            f"{gigabytes(free)} are free there: make room, name another folder, or take data.capture.dtype=fp8 or a "
             "smaller data.max_length"
         )
 
@@ -390,7 +388,7 @@ def print_regeneration_plan(
         plan.line("tokens", f"at most {tokens:,} of answers, data.generator.max_new_tokens each", "exact")
         size = f"{gigabytes(BYTES_A_TOKEN * tokens)} of answers, besides the prompts"
         plan.line("disk", f"at most {size}", f"assumed: {BYTES_A_TOKEN} bytes a token")
-    if (states := asked_states(recipe, files)) is not None:
+    if (states := wanted_states(recipe, files)) is not None:
         size = gigabytes(count * states.bytes_of(settings.max_length, settings.max_length))
         free = gigabytes(free_bytes(recipe.states_dir))
         text = f"{list(states.layers)}{' and the last' * states.shape.has_last}, in {recipe.data.capture.dtype}: "

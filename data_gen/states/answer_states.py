@@ -10,12 +10,13 @@ from contextlib import contextmanager
 import torch
 from safetensors import SafetensorError
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow, Turn, is_usable, rows_of
-from draftsmith.data_gen.states.jobs import Asked, refuse_others, store_summary
+from draftsmith.data_gen.states.manifest import StoreManifest, make_folder
 from draftsmith.data_gen.states.recording import RecordingSession
-from draftsmith.data_gen.states.store import Encoded, RowShape, StoreManifest, states_length
+from draftsmith.data_gen.states.store import Encoded, RowShape, states_length
+from draftsmith.data_gen.states.store_plan import WantedStates, store_summary
 from draftsmith.data_gen.states.stored_target import save_target, target_is_whole
 from draftsmith.data_gen.states.written import FOLDER, WrittenRows
+from draftsmith.data_gen.training_rows.rows import TrainingRow, Turn, is_usable, rows_of
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
@@ -73,7 +74,7 @@ class AnswerStates:
         return tensors
 
 
-def asked_states(recipe: Recipe, files: TargetFiles) -> Asked | None:
+def wanted_states(recipe: Recipe, files: TargetFiles) -> WantedStates | None:
     """What is to be stored, before anything is loaded; None: nothing.
 
     Raises UserError if the folder cannot be used, or holds rows of other states.
@@ -83,7 +84,7 @@ def asked_states(recipe: Recipe, files: TargetFiles) -> Asked | None:
         return None
     if (problem := output_problem(directory, folder=True)) is not None:
         raise UserError(f"data.states: {problem}")
-    asked = Asked.of(recipe, files)
+    asked = WantedStates.of(recipe, files)
     if (store := StoreManifest.read(directory)) is not None:
         print(
             f"note: {directory} holds a store already ({store_summary(store)}); the states of further answers are not "
@@ -91,27 +92,26 @@ def asked_states(recipe: Recipe, files: TargetFiles) -> Asked | None:
         )
         return None
     if (written := StoreManifest.read(directory / FOLDER)) is not None:
-        refuse_others(written, asked.made_of, directory)
+        written.refuse_if_other(asked.made_of, directory)
     return asked
 
 
 @contextmanager
-def storing(recipe: Recipe, asked: Asked, files: TargetFiles, target: Target) -> Iterator[AnswerStates]:
+def storing(recipe: Recipe, asked: WantedStates, files: TargetFiles, target: Target) -> Iterator[AnswerStates]:
     """Locks the folder of states and opens it for rows.
 
     Raises UserError if it cannot be written, if another run is writing there, or if it holds rows of other states.
     """
     directory, made_of = recipe.states_dir, asked.made_with(files, target)
-    StoreManifest.make_folder(directory)
+    make_folder(directory)
     with alone_in(directory):
         written = WrittenRows(directory)
         if written.manifest is not None:
-            refuse_others(written.manifest, made_of, directory)
+            written.manifest.refuse_if_other(made_of, directory)
         if written.manifest is None or not target_is_whole(directory, written.manifest, verify=False):
             try:
                 saved = save_target(files, target, directory)
-                StoreManifest(made_of | {"rows": "of answers being written"}, 0, {}, saved).write(written.folder)
+                StoreManifest(made_of | {"rows": "of answers being written"}, 0, saved).write(written.folder)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{directory}: cannot be written ({first_line(error)}): make room") from error
-        written.cut_torn_ends()
         yield AnswerStates(written, asked.shape, asked.layers, target.num_layers)

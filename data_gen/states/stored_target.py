@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
-from draftsmith.data_gen.states.shards import file_problem
-from draftsmith.data_gen.states.store import REPAIR, Store, StoreManifest
+from draftsmith.data_gen.states.manifest import StoreManifest, file_problem
+from draftsmith.data_gen.states.store import REPAIR, Store
 from draftsmith.data_gen.states.stored_pictures import stored_picture
 from draftsmith.models.prompt import Insert
 from draftsmith.models.target import Target

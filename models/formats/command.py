@@ -26,6 +26,7 @@ from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import current_folder
 from draftsmith.recipes.schema import ExportSection, Recipe, TargetSection
 
 

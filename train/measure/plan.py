@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import Store, taught_tokens
 from draftsmith.data_gen.states.stored_target import stored_bytes
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.checkpoint import shape_of_run
 from draftsmith.models.context_limits import bounded_rows
 from draftsmith.models.costs import (

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import torch
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import (
     RowStates,
     Store,
@@ -34,6 +33,7 @@ from draftsmith.data_gen.states.store import (
     teacher_positions,
 )
 from draftsmith.data_gen.states.stored_target import logit_settings
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
@@ -237,7 +237,5 @@ def store_of(recipe: Recipe, files: TargetFiles, layers: Sequence[int], rows: Se
 
 def store_identity(store: Store | None) -> dict[str, Any] | None:
     """The parts of a store's manifest that a resumed run must find unchanged: they decide values and reading order."""
-    names = ("dtype", "capture_layers", "rows", "computed_in", "shard_megabytes", "batch_tokens", "picture_states")
-    if store is None:
-        return None
-    return {name: store.manifest.made_of.get(name) for name in names}
+    names = ("dtype", "capture_layers", "picture_states", "rows", "computed_in", "shard_megabytes", "batch_tokens")
+    return None if store is None else {name: store.manifest.made_of[name] for name in names}

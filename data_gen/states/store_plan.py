@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
-from draftsmith.data_gen.states.shards import file_problem
+from draftsmith.data_gen.states.manifest import StoreManifest, file_problem
 from draftsmith.data_gen.states.store import (
     ENCODINGS,
     RowShape,
-    StoreManifest,
     key_of,
     length_of,
     rows_identity,
@@ -25,11 +23,13 @@ from draftsmith.data_gen.states.stored_target import (
     target_is_whole,
 )
 from draftsmith.data_gen.states.written import WrittenRows
+from draftsmith.data_gen.training_rows.rows import TrainingRow, usable_rows
 from draftsmith.models.context_limits import bounded_rows, longest_row
 from draftsmith.models.costs import free_bytes, gigabytes
 from draftsmith.models.target import Target, checked_capture_layers
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.inputs import made_by
+from draftsmith.recipes.command.launch import rank, world_size
 from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -39,15 +39,15 @@ MANIFEST_BYTES_A_SHARD = 450
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The states that the recipe asks for, of whichever rows. Fields as of `Job`."""
+class WantedStates:
+    """The states that the recipe asks for, of whichever rows. Fields as of `StorePlan`."""
 
     layers: tuple[int, ...]
     shape: RowShape
     made_of: dict[str, Any]
 
     @classmethod
-    def of(cls, recipe: Recipe, files: TargetFiles) -> "Asked":
+    def of(cls, recipe: Recipe, files: TargetFiles) -> "WantedStates":
         config, dtype = files.text_config, recipe.data.capture.dtype
         layers, pictures = layers_of(recipe, config), recipe.drafter.reads_picture_states
         has_last = layers[-1] != config.num_hidden_layers
@@ -64,7 +64,7 @@ class Asked:
     def bytes_of(self, tokens: float, taught: float) -> float:
         """Size of rows with so many tokens in all, and so many of answers."""
         a_state = self.shape.encoding.bytes_of(self.shape.hidden_size)
-        return a_state * (self.shape.states * tokens + (taught if self.shape.has_last else 0)) + 4 * tokens
+        return a_state * (self.shape.states * tokens + (taught if self.shape.has_last else 0))
 
     def made_with(self, files: TargetFiles, target: Target) -> dict[str, Any]:
         """`made_of` with what only the weights tell."""
@@ -76,7 +76,7 @@ def stored_identity(files: TargetFiles, target: Target) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Job:
+class StorePlan:
     """The store that the recipe asks for.
 
     Args:
@@ -92,8 +92,8 @@ class Job:
     made_of: dict[str, Any]
 
     @classmethod
-    def of(cls, recipe: Recipe, rows: Sequence[TrainingRow], files: TargetFiles) -> "Job":
-        settings, asked = recipe.data.capture, Asked.of(recipe, files)
+    def of(cls, recipe: Recipe, rows: Sequence[TrainingRow], files: TargetFiles) -> "StorePlan":
+        settings, asked = recipe.data.capture, WantedStates.of(recipe, files)
         made_of = asked.made_of | {
             "rows": rows_identity({key_of(row) for row in rows}),
             # These change the last bits of a state, or the shard of a row.
@@ -122,9 +122,9 @@ class Job:
             return size + sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
-def job_of(recipe: Recipe, rejects: Rejects) -> Job:
+def plan_store(recipe: Recipe, rejects: Rejects) -> StorePlan:
     files = TargetFiles(recipe.target)
-    return Job.of(recipe, usable_rows(recipe, files, rejects), files)
+    return StorePlan.of(recipe, usable_rows(recipe, files, rejects), files)
 
 
 def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
@@ -134,80 +134,82 @@ def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
     return checked_capture_layers(recipe.drafter.capture_layers, config.num_hidden_layers)
 
 
-def store_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:
-    """The folder's manifest without damaged shards, or a new one. Raises UserError if its settings differ."""
+def store_so_far(directory: Path, wanted: StorePlan, verify: bool) -> StoreManifest:
+    """The folder's manifest without damaged shards, or a new one. Raises UserError if its settings differ.
+
+    Each process of a capture reads only its own shards to verify them.
+    """
     manifest = StoreManifest.read(directory)
     if manifest is None:
-        return StoreManifest(job.made_of, len(job.shards))
-    # Parts of the target's identity are known only from the weights.
-    target = manifest.made_of["target"] | job.made_of["target"]
-    manifest.refuse_if(manifest.other_than(manifest.made_of | job.made_of | {"target": target}), directory)
+        return StoreManifest(wanted.made_of, len(wanted.shards))
+    manifest.refuse_if_other(wanted.made_of, directory)
     for number, entry in list(manifest.shards.items()):
-        if problem := file_problem(directory / entry["file"], entry, verify):
-            print(f"note: {problem}; captured again")
-            del manifest.shards[number]
-    for number in list(manifest.shards):
-        for problem in drop_damaged(job.shards[number], directory, verify):
-            print(f"note: {problem}; captured again")
+        own = is_own(number)
+        problems = [file_problem(directory / entry["file"], entry, verify and own)]
+        problems += drop_damaged(wanted.shards[number], directory, verify) if own else []
+        for problem in filter(None, problems):
+            if own:
+                print(f"note: {problem}; captured again")
             manifest.shards.pop(number, None)
-    if not target_is_whole(directory, manifest, verify):
+    if not target_is_whole(directory, manifest, verify and rank() == 0):
         manifest.files = {}
     return manifest
 
 
-def rows_written(directory: Path, job: Job) -> WrittenRows | None:
+def rows_written(directory: Path, wanted: StorePlan) -> WrittenRows | None:
     """The rows that regeneration has stored, or None. Raises UserError if they are of other states."""
     written = WrittenRows(directory)
     if written.manifest is None:
         return None
-    refuse_others(
-        written.manifest, {key: job.made_of[key] for key in written.manifest.made_of if key != "rows"}, directory
+    written.manifest.refuse_if_other(
+        {key: wanted.made_of[key] for key in written.manifest.made_of if key != "rows"}, directory
     )
     return written
 
 
-def refuse_others(manifest: StoreManifest, made_of: dict[str, Any], directory: Path) -> None:
-    """Raises UserError if regeneration has stored other states there. `made_of` may lack what only the weights tell."""
-    target = manifest.made_of["target"] | made_of["target"]
-    manifest.refuse_if(manifest.other_than(manifest.made_of | made_of | {"target": target}), directory)
+def is_own(number: int) -> bool:
+    """Whether this process of a capture writes shard `number`."""
+    return number % world_size() == rank()
 
 
-def rows_to_make(job: Job, manifest: StoreManifest) -> list[TrainingRow]:
+def missing_shards(wanted: StorePlan, manifest: StoreManifest) -> list[int]:
+    return [number for number in range(len(wanted.shards)) if number not in manifest.shards]
+
+
+def rows_to_make(wanted: StorePlan, manifest: StoreManifest) -> list[TrainingRow]:
     """The rows of missing shards."""
-    return [row for number in missing_shards(job, manifest) for row in job.shards[number]]
+    return [row for number in missing_shards(wanted, manifest) for row in wanted.shards[number]]
 
 
-def needs_target(job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None) -> bool:
-    """Whether the missing files cannot be made from written rows alone."""
-    rows = rows_to_make(job, manifest)
-    return (
+def needs_target(wanted: StorePlan, manifest: StoreManifest, directory: Path, written: WrittenRows | None) -> bool:
+    """Whether files are missing that cannot be made from written rows alone."""
+    rows = rows_to_make(wanted, manifest)
+    return (not manifest.files or bool(rows)) and (
         written is None
         or written.manifest is None
         or not (manifest.files or target_is_whole(directory, written.manifest, verify=False))
         or any(row not in written for row in rows)
-        or picture_bytes(rows, job.shape.hidden_size, job.itemsize, directory) > 0
+        or picture_bytes(rows, wanted.shape.hidden_size, wanted.itemsize, directory) > 0
     )
-
-
-def missing_shards(job: Job, manifest: StoreManifest) -> list[int]:
-    return [number for number in range(len(job.shards)) if number not in manifest.shards]
 
 
 # Sizes.
 
 
-def estimated_bytes(job: Job) -> int:
+def estimated_bytes(wanted: StorePlan) -> int:
     """Size of the whole store: shards, target/ and manifest."""
-    shards = sum(map(job.shape.bytes_of_shard, job.shards))
-    pictures = sum(each.length for each in inserts_of(job.rows).values()) * job.shape.hidden_size * job.itemsize
-    return shards + pictures + job.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(job.shards))
+    shards = sum(map(wanted.shape.bytes_of_shard, wanted.shards))
+    pictures = (
+        sum(each.length for each in inserts_of(wanted.rows).values()) * wanted.shape.hidden_size * wanted.itemsize
+    )
+    return shards + pictures + wanted.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(wanted.shards))
 
 
 def plan_before_regeneration(plan: PlanLines, recipe: Recipe) -> None:
     files = TargetFiles(recipe.target)
     if note := bounded_rows(recipe, files):
         print(note)
-    longest, asked = longest_row(recipe, files), Asked.of(recipe, files)
+    longest, asked = longest_row(recipe, files), WantedStates.of(recipe, files)
     plan.reads(made_by("regenerate", recipe))
     plan.line("rows", "unknown until regenerate has run")
     plan.line("states", f"{list(asked.layers)}{' and the last' * asked.shape.has_last}, {recipe.data.capture.dtype}")
@@ -218,41 +220,42 @@ def plan_before_regeneration(plan: PlanLines, recipe: Recipe) -> None:
 
 
 def plan_capture(
-    plan: PlanLines, job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None
+    plan: PlanLines, wanted: StorePlan, manifest: StoreManifest, directory: Path, written: WrittenRows | None
 ) -> None:
-    rows, shape = job.rows, job.shape
+    rows, shape = wanted.rows, wanted.shape
     tokens = sum(stored_tokens(row, shape.picture_states) for row in rows)
     taught = sum(taught_tokens(row.spans) for row in rows)
     last = f"the last of {taught:,} ({taught / tokens:.0%})" if shape.has_last else "which also teaches"
-    plan.reads(made_by("regenerate", job.recipe))
+    plan.reads(made_by("regenerate", wanted.recipe))
     plan.line("rows", f"{len(rows):,}, {sum(map(length_of, rows)):,} tokens, of training and validation", "counted")
-    plan.line("states", f"{list(job.layers)} of {tokens:,} tokens, {last}, in {job.recipe.data.capture.dtype}")
+    plan.line("states", f"{list(wanted.layers)} of {tokens:,} tokens, {last}, in {wanted.recipe.data.capture.dtype}")
     if pictures := inserts_of(rows):
         of_pictures = sum(each.length for each in pictures.values())
         plan.line("pictures", f"input embeddings of {len(pictures):,}, {of_pictures:,} tokens, each stored once")
-    size, free = gigabytes(estimated_bytes(job)), gigabytes(free_bytes(directory))
-    plan.line("disk", f"{size} in {plural(len(job.shards), 'shard')}; {free} are free", "exact but for file headers")
+    size, free = gigabytes(estimated_bytes(wanted)), gigabytes(free_bytes(directory))
+    plan.line("disk", f"{size} in {plural(len(wanted.shards), 'shard')}; {free} are free", "exact but for file headers")
     if manifest.shards:
         plan.line("done", store_summary(manifest))
-    if written is not None and (left := rows_to_make(job, manifest)):
+    if written is not None and (left := rows_to_make(wanted, manifest)):
         there = sum(row in written for row in left)
-        plan.line("written", f"{there:,} of {len(left):,} rows with their answers; the target runs for the others")
+        text = f"{there:,} of {len(left):,} rows with their answers"
+        plan.line("written", text + "; the target runs for the others" * (there < len(left)))
     plan.writes(directory)
 
 
-def check_room(job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None = None) -> None:
+def check_room(wanted: StorePlan, manifest: StoreManifest, directory: Path, written: WrittenRows | None = None) -> None:
     """Raises UserError, before anything is written, if the missing files do not fit on the disk."""
-    sizes = [job.shape.bytes_of_shard(job.shards[number]) for number in missing_shards(job, manifest)]
+    sizes = [wanted.shape.bytes_of_shard(wanted.shards[number]) for number in missing_shards(wanted, manifest)]
     left = sum(sizes)
     if written is not None and sizes:  # what is written makes room, shard by shard
         left = max(max(sizes), left - written.bytes)
-    left += 0 if manifest.files else job.bytes_of_target
-    left += picture_bytes(job.rows, job.shape.hidden_size, job.itemsize, directory)
+    left += 0 if manifest.files else wanted.bytes_of_target
+    left += picture_bytes(wanted.rows, wanted.shape.hidden_size, wanted.itemsize, directory)
     free = free_bytes(directory)
     if left > free:
         raise UserError(
             f"data.states: {gigabytes(left)} are still to be written to {directory}, and {gigabytes(free)} are free "
-            "there: make room, name another folder, or take data.capture.dtype=int8 or a smaller data.max_length"
+            "there: make room, name another folder, or take data.capture.dtype=fp8 or a smaller data.max_length"
         )
 
 

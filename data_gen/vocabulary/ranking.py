@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.data_gen.corpus.counts import Tokeniser, as_tensor, count_corpus
-from draftsmith.data_gen.corpus.reader import ANSWERS, check_sources
-from draftsmith.data_gen.corpus.template_tokens import template_tokens
-from draftsmith.data_gen.rows.overlap import training_check
-from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
+from draftsmith.data_gen.training_rows.overlap import training_check
+from draftsmith.data_gen.training_rows.rows import TrainingRow, training_rows
+from draftsmith.data_gen.vocabulary.counts import Tokeniser, as_tensor, count_corpus
+from draftsmith.data_gen.vocabulary.reader import ANSWERS, check_sources
+from draftsmith.data_gen.vocabulary.template_tokens import template_tokens
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
 from draftsmith.models.context_limits import longest_row
 from draftsmith.models.formats.named_drafters import with_start
