@@ -1,6 +1,6 @@
 """The only list of drafter kinds: builds a drafter from a config.json or a recipe."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import fields
 from typing import Any
 
@@ -121,7 +121,7 @@ def drafter_shape(section: DrafterSection, target_config: Any) -> DrafterConfig:
         "compressed_tokens": 1 if section.compressed_tokens is None else section.compressed_tokens,
         "global_vector": section.global_vector,
     }
-    config = kind.for_target(
+    return kind.for_target(
         target_config,
         vocab_size,
         states,
@@ -131,38 +131,3 @@ def drafter_shape(section: DrafterSection, target_config: Any) -> DrafterConfig:
         intermediate_size=section.intermediate_size,
         **{key: value for key, value in wanted.items() if key in names},
     )
-    return config if section.match_specialists is None else widened(config, section.match_specialists)
-
-
-def widened(config: DrafterConfig, specialists: int) -> DrafterConfig:
-    """A drafter with the parameters of `specialists` single layers of its kind, by changing the width of its MLPs.
-    Exact to half a row of its MLPs.
-
-    Raises:
-        UserError: its layers have too many parameters even without MLPs.
-    """
-    first, *above = (sum(p.numel() for p in layer.parameters()) for layer in on_meta(config).stacks[0])
-    spare = (specialists - 1) * first - sum(above)
-    width = config.intermediate_size + round(spare / (3 * config.hidden_size * config.num_layers))  # gate, up, down
-    if width < 1:
-        raise UserError(
-            f"drafter.match_specialists: {specialists} specialists have fewer parameters than {config.num_layers} "
-            "layers without MLPs; lower drafter.num_layers"
-        )
-    return type(config).from_dict(config.to_dict() | {"intermediate_size": width})
-
-
-def padded(tensors: Mapping[str, torch.Tensor], drafter: FeatureDrafter) -> dict[str, torch.Tensor]:
-    """A checkpoint with narrower MLPs, padded to the drafter's width; it computes the same.
-
-    New rows of gate and up keep their random values; new columns of down are zero.
-    """
-    result = dict(tensors)
-    for name, own in drafter.state_dict().items():
-        given = tensors.get(name)
-        if given is None or ".mlp." not in name or given.shape == own.shape:
-            continue
-        wide = torch.zeros_like(own) if ".down_proj." in name else own.clone()
-        wide[: given.shape[0], : given.shape[1]] = given
-        result[name] = wide
-    return result

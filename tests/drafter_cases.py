@@ -1,7 +1,7 @@
 """Small drafters of every kind and variant with random weights, and rows to unroll them on."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -34,7 +34,6 @@ class Case:
     weights: LossWeights
     step_weight: StepWeight = 1.0
     draft_tokens: int | None = None  # None: the whole vocabulary
-    whole_passes: bool = False
 
 
 EAGLE = LossWeights(token=0.1, feature=1.0)
@@ -82,7 +81,6 @@ CASES: dict[str, Case] = {
     "eagle3, norm_output": _eagle3(8, norm_output=True),
     "eagle3.1": _eagle3(3, draft_tokens=36, step_weight="acceptance", fc_norm=True, norm_output=True),
     "eagle3, hybrid and rank": _eagle3(3, draft_tokens=36, weights=HYBRID),
-    "eagle3, whole passes": replace(_eagle3(3, draft_tokens=36, norm_output=True), whole_passes=True),
     "eagle3, two layers": _eagle3(4, num_layers=2, attention_bias=True),
     "poss-1": _poss(5, 1, 3),
     "poss-2": _poss(6, 2, 2),
@@ -160,8 +158,7 @@ def inputs_of(drafter: FeatureDrafter, ids: torch.Tensor, documents: Documents |
 
 
 def trainee_of(case: Case, drafter: FeatureDrafter, checkpointing: bool = False) -> TrainingTimeTest:
-    how = checkpointing, case.weights, case.detach, None, case.whole_passes
-    return TrainingTimeTest(drafter, case.steps, case.step_weight, *how)
+    return TrainingTimeTest(drafter, case.steps, case.step_weight, checkpointing, case.weights, case.detach)
 
 
 def sums_of(trainee: TrainingTimeTest, ids: torch.Tensor, span: torch.Tensor) -> UnrollSums:

@@ -27,17 +27,6 @@ from the same step-0 features and from the drafted features of steps 1..k-1, whi
 A drafter reads tokens as the target's first layer does (`models.prompt.DecoderInputs`), not as ids. They are the data's
 tokens at every step, never the drafter's guesses (those lowered acceptance from 5.0 to 4.44 in one reproduction).
 
-ViSpec's code has whole passes in place of chains (`train.unroll: passes`): pass k runs over all columns, and column t
-reads what pass k - 1 drafted for position t, in the prompt and behind pictures, too.
-
-    column                 0      1          2          3            pass k of column t is step k of column t - k:
-    feature of pass 0      f[0]   f[1]       f[2]       f[3]         it predicts x[t+2], at position t
-    feature of pass 1      f[0]   a_0 of 0   a_0 of 1   a_0 of 2
-    feature of pass 2      f[0]   a_1 of 0   a_1 of 1   a_1 of 2     a document's first column has none before it
-
-Its keys are all drafted, so it does not train what drafting computes. Columns without a picture's tokens
-(`models.target_columns`) follow the one that exists before them.
-
 Shapes: B rows, T tokens, F captured states, C counted columns, A query heads, G key/value heads, R = A/G, D head
 dimension, H hidden size, W entry width, K steps, Vd draft vocabulary.
 """
@@ -147,19 +136,6 @@ def _enter(layer: DraftLayer, entry: torch.Tensor) -> tuple[torch.Tensor, torch.
     return for_products(x), residual
 
 
-def _whole_pass(
-    drafter: FeatureDrafter, entry_BTW: torch.Tensor, position_BT: torch.Tensor, runs: Sequence[Run], kernel: Kernel
-) -> torch.Tensor:
-    """Outputs [B, T, H] of all columns; each sees its document's columns of the same pass up to itself."""
-    h = entry_BTW
-    rotary = drafter.rotary(h, position_BT)
-    for layer in drafter.stacks[0]:
-        x, residual = _enter(layer, h)
-        query, (keys, values) = layer.self_attn.queries(x, *rotary), layer.self_attn.keys_values(x, *rotary)
-        h = layer.finish(residual, merged_attention(query, keys, values, [], [], runs, kernel))
-    return h
-
-
 def kernel_of(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> Kernel:
     """The kernel of a drafter's attention, with products in this precision."""
     kind = torch.device(device.type)  # one trial for `cuda` and `cuda:0`
@@ -176,7 +152,6 @@ def unroll(
     detach: Detach = False,
     documents: Documents | None = None,
     kernel: Kernel | None = None,
-    whole_passes: bool = False,
 ) -> Iterator[torch.Tensor]:
     """Yields the layer's outputs [B, C, H] of steps 0 to `steps` - 1 for the counted columns.
 
@@ -187,15 +162,13 @@ def unroll(
         detach: whether gradients never flow from one step to the one before (HASS), or not where the stack changes.
         documents: packed documents; None: every row is one.
         kernel: of attention; None: the best for the device.
-        whole_passes: ViSpec's published form instead of chains, for drafters with a single stack of layers.
     """
     rows, tokens = captured_BTF.shape[:2]
     places = documents.places if documents is not None else [(row, 0, tokens) for row in range(rows)]
     # A document's last column never counts, so what stands behind it does not matter.
     read = drafter.target_columns(captured_BTF, inputs_BT.following(), [TextColumns(*place) for place in places])
     columns, documents = read.renumbered(columns, documents)
-    feature_BTH = drafter.fuse(read.captured)
-    entry_BTW = drafter.entry_in_context(feature_BTH, read.embeddings, *read.context)
+    entry_BTW = drafter.entry_in_context(drafter.fuse(read.captured), read.embeddings, *read.context)
     if kernel is None:
         kernel = kernel_of(drafter.config, entry_BTW.device, product_dtype(entry_BTW.device, drafter.dtype))
 
@@ -206,20 +179,6 @@ def unroll(
     def entry_of(feature: torch.Tensor, step: int) -> torch.Tensor:
         context = (columns.gather(each) for each in read.context)
         return drafter.entry_in_context(feature, columns.gather(read.embeddings, step), *context)
-
-    if whole_passes:
-        runs = runs_of_documents(documents, *entry_BTW.shape[:2])
-        first_BT = torch.arange(entry_BTW.shape[1], device=entry_BTW.device)[None] == 0
-        if documents is not None:
-            first_BT = documents.position == 0
-        for step in range(steps):
-            output = run(_whole_pass, drafter, entry_BTW, read.positions, runs, kernel)
-            yield columns.gather(output, step)
-            if step + 1 < steps:
-                drafted_BTH = drafter.feedback(output.detach() if detach else output).roll(1, dims=1)
-                drafted_BTH = torch.where(first_BT[..., None], feature_BTH, drafted_BTH)
-                entry_BTW = drafter.entry_in_context(drafted_BTH, read.embeddings, *read.context)
-        return
 
     stack = drafter.stack_of(0)
     common = entry_BTW, read.positions, columns, documents, columns.runs(documents), kernel
@@ -308,7 +267,6 @@ class TrainingTimeTest(nn.Module):
 
     Args:
         kernel: of attention; None: the best of the device.
-        whole_passes: see `unroll`.
     """
 
     def __init__(
@@ -320,7 +278,6 @@ class TrainingTimeTest(nn.Module):
         weights: LossWeights | None = None,
         detach: Detach = False,
         kernel: Kernel | None = None,
-        whole_passes: bool = False,
     ):
         super().__init__()
         self.drafter = drafter
@@ -330,7 +287,6 @@ class TrainingTimeTest(nn.Module):
         self.weights = weights or LossWeights()
         self.detach: Detach = detach
         self.kernel = kernel
-        self.whole_passes = whole_passes
         self.logits_at_once: int | None = None  # of a chunk in the head's pass; None: by device
         self.bf16 = False  # products in bfloat16
         self.caches_casts = True  # bfloat16 weights; off where weights are freed after use
@@ -361,7 +317,7 @@ class TrainingTimeTest(nn.Module):
         teacher: Teacher,
         documents: Documents | None,
     ) -> UnrollSums:
-        how = self.gradient_checkpointing, self.detach, documents, self.kernel, self.whole_passes
+        how = self.gradient_checkpointing, self.detach, documents, self.kernel
         fixed = fixed_weights(self.step_weight, self.steps)
         # Before the unroll: a copy to the device waits for work that was queued before it.
         weights_KBC = torch.tensor(fixed or [1.0] * self.steps, device=captured_BTF.device)[:, None, None]

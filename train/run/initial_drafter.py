@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab, read_weights
-from draftsmith.models.drafters import build_drafter, kind_text, padded
+from draftsmith.models.drafters import build_drafter, kind_text
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
 from draftsmith.models.poss import Specialists, SpecialistsConfig, specialists_of
@@ -62,8 +62,8 @@ def final_norm_scale(target: Target) -> torch.Tensor:
 
 
 def start_from(directory: Path, drafter: FeatureDrafter, identity: dict[str, Any]) -> None:
-    """Copies the weights of a trained drafter: one of the same shape, one with narrower MLPs (`drafters.padded`), a
-    single layer into all specialists, a text drafter under a new vision adaptor, or both.
+    """Copies the weights of a trained drafter: one of the same shape, a single layer into all specialists, a
+    text drafter under a new vision adaptor, or both.
 
     Raises:
         UserError: see `check_start`.
@@ -74,7 +74,7 @@ def start_from(directory: Path, drafter: FeatureDrafter, identity: dict[str, Any
         tensors = specialists_of(tensors, drafter.config)
     if isinstance(drafter, VisionDrafter) and not isinstance(given, VisionConfig):
         tensors = with_vision(tensors, drafter)
-    drafter.load_state_dict(padded(tensors, drafter))
+    drafter.load_state_dict(tensors)
 
 
 def check_start(
@@ -114,7 +114,6 @@ def check_start(
         f"{key} is {has.get(key)!r} there, {value!r} here"
         for key, value in wants.items()
         if key not in unknown and has.get(key) != value
-        if not (key == "intermediate_size" and has[key] < value)  # a wider MLP can start as a narrow one
     ]:
         raise UserError(
             f"drafter.init_from: {directory} has another shape: {'; '.join(different)}; ask for the same shape"

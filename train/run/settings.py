@@ -31,7 +31,6 @@ def trainee_of(section: TrainSection, drafter: FeatureDrafter) -> TrainingTimeTe
         loss_weights(section),
         section.detach_features,
         BLOCKS if section.attention == "blocks" else None,
-        section.unroll == "passes",
     )
 
 
