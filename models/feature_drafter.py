@@ -290,36 +290,25 @@ class FeatureDrafting:
         self.capture_layers = drafter.config.capture_layers
         self.stacks = drafter.stacks
         self.first = [0, *accumulate(map(len, self.stacks))]  # buffers of stack s begin at first[s]
-        self.target: Embedder  # from the last `observe`
-        self.reset(0)
+        self.pictures: list[Pictures] = []
+        self.set_rows([])
+        # Of the round that the last `observe` began.
+        self.target: Embedder
+        self.newest_B1: torch.Tensor  # position of the newest committed column
+        self.context: tuple[torch.Tensor, ...]  # its context, which drafted columns share
+        self.outputs: torch.Tensor  # [B, slots, H] outputs of the round's columns, slot 0 first
+        self.slots: SlotTree
+        self.stack: int  # the one that made the newest outputs
+        self.drafted: list[tuple[torch.Tensor, ...]]  # of each expansion: entry [B, b, W], cos and sin [B, b, D]
 
-    def reset(self, rows: int) -> None:
-        config = self.drafter.config
-        kind = BufferKind(config.num_key_value_heads, config.head_dim, self.drafter.dtype, self.device)
-        self.columns = KeyValues([(kind, kind)] * self.first[-1], [0] * rows, capacity=512)
-        self.newest_B1 = torch.empty((0, 1), dtype=torch.long)  # position of the newest committed column
-        self.context: tuple[torch.Tensor, ...] = ()  # its context, which drafted columns share
-        self.pictures: list[Pictures] = [{} for _ in range(rows)]
-        self._new_round(torch.empty(rows, 0, config.hidden_size))
-
-    def admit(self, rows: int) -> None:
-        self.columns.admit([0] * rows)
-        self.pictures += [{} for _ in range(rows)]
-
-    def _new_round(self, outputs: torch.Tensor) -> None:
-        self.outputs = outputs  # [B, slots, H] outputs of the round's columns, slot 0 first
-        self.slots = SlotTree(len(outputs), self.device)
-        self.stack = 0  # the one that made the newest outputs
-        self.drafted: list[tuple[torch.Tensor, ...]] = []  # of each expansion: entry [B, b, W], cos and sin [B, b, D]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keeps these rows between rounds; drops the last round's drafted columns."""
-        self.columns.keep(rows)
-        if len(self.newest_B1) == len(self.pictures):  # else rows came since the last `observe`: the next one sets all
-            index = torch.tensor(rows, device=self.device)
-            self.newest_B1, self.context = self.newest_B1[index], tuple(each[index] for each in self.context)
-            self._new_round(self.outputs[index, :1])
-        self.pictures = [self.pictures[row] for row in rows]
+    def set_rows(self, kept: Sequence[int], new: int = 0) -> None:
+        if kept:
+            self.columns.set_rows(kept, [0] * new)
+        else:  # frees the buffers
+            config = self.drafter.config
+            kind = BufferKind(config.num_key_value_heads, config.head_dim, self.drafter.dtype, self.device)
+            self.columns = KeyValues([(kind, kind)] * self.first[-1], [0] * new, capacity=512)
+        self.pictures = [*(self.pictures[row] for row in kept), *({} for _ in range(new))]
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Keeps the columns of the first lengths[b] positions. Column t depends on no token behind t + 1."""
@@ -329,7 +318,6 @@ class FeatureDrafting:
             {token: picture for token, picture in pictures.items() if picture.first < length}
             for length, pictures in texts
         ]
-        self._new_round(self.outputs[:, :0])  # their outputs are unknown
 
     @torch.no_grad()
     def observe(self, committed: Committed) -> None:
@@ -393,7 +381,8 @@ class FeatureDrafting:
         else:
             keys, values = keys[:, :, : columns.lengths[0]], values[:, :, : columns.lengths[0]]
         attended = grouped_attention(last.self_attn.queries(x, cos, sin), keys, values, mask)
-        self._new_round(last.finish(residual, attended))
+        self.outputs = last.finish(residual, attended)
+        self.slots, self.stack, self.drafted = SlotTree(rows, self.device), 0, []
 
     @torch.no_grad()
     def root_log_probs(self) -> torch.Tensor:
@@ -425,6 +414,9 @@ class FeatureDrafting:
             h = self._through(layer, i, h, cos, sin, mask)
         self.outputs = torch.cat((self.outputs, h), dim=1)
         return self._log_probs(h)
+
+    def passes(self, levels: int) -> int:
+        return levels
 
     def _through(
         self,

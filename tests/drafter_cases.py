@@ -195,7 +195,7 @@ def chain_of(
     The columns up to the root come in two portions, as rounds deliver them.
     """
     drafting, target = FeatureDrafting(drafter), embedder_of(drafter)
-    drafting.reset(1)
+    drafting.set_rows([], 1)
     if column > 0:
         drafting.observe(Committed(target, [ids[: column + 1]], captured_TF[None, :column], [column]))
     drafting.observe(Committed(target, [ids[: column + 2]], captured_TF[None, column : column + 1], [1]))

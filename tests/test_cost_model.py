@@ -189,14 +189,9 @@ class SlowProposer:
     def __init__(self, clock: Clock):
         self.clock = clock
 
-    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.rows, self.reads, self.rounds = rows, 7.0, 0
-
-    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        raise AssertionError("no answer begins while costs are measured")
-
-    def keep(self, rows: Sequence[int]) -> None:
-        raise AssertionError("no answer ends while costs are measured")
+    def set_rows(self, kept: Sequence[int], new: int = 0, draws: Sequence[Draws] | None = None) -> None:
+        assert not kept, "no answer begins beside others, or ends before them, while costs are measured"
+        self.rows, self.reads, self.rounds = new, 7.0, 0
 
     def rollback(self, lengths: Sequence[int]) -> None:
         raise AssertionError("nothing is rolled back here")

@@ -286,7 +286,7 @@ def distributions(drafter: FeatureDrafter, target: Target, cut: DraftVocab | Non
     """What a drafter says along a chain of five tokens behind a prompt: [5, Vd]."""
     prompt, chain = [11, 12, 13, 14], [21, 22, 23, 24]
     drafting: Drafting = FeatureDrafting(drafter, cut)
-    drafting.reset(1)
+    drafting.set_rows([], 1)
     captured = target.states(torch.tensor([prompt]), drafter.config.capture_layers).captured
     drafting.observe(Committed(target, [[*prompt, 7]], captured, [len(prompt)]))
     said = [drafting.root_log_probs()[0]]

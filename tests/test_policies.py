@@ -392,16 +392,18 @@ def test_the_proposer_drafts_below_the_last_tokens_of_the_rows_that_go_on() -> N
     policy = Chain(3, None, Sampling(1.0))
     proposer = PolicyProposer(drafting, policy)
     assert proposer.capture_layers == (1, 2)
-    proposer.reset(1, [SeededDraws(0, 2)])
-    proposer.admit(1, [SeededDraws(0, 0)])
+    proposer.set_rows([], 2, [SeededDraws(0, 1), SeededDraws(0, 2)])
+    proposer.set_rows([1], 1, [SeededDraws(0, 0)])
     drafting.tables = [tables[2], tables[0]]
     features = torch.zeros(2, 4, 1)
     proposer.observe(Committed(None, [[9, 8, 4], [7, 0]], features, [2, 1]))  # type: ignore[arg-type]
-    assert drafting.seen == [("reset", 1), ("admit", 1), ([[9, 8, 4], [7, 0]], features, [2, 1])]
+    assert drafting.seen == [("rows", [], 2), ("rows", [1], 1), ([[9, 8, 4], [7, 0]], features, [2, 1])]
     tree, calls = proposer.propose()
     assert calls == [3, 3]
     assert tree.tokens[:, 0].tolist() == [4, 0]
-    proposer.keep([1])
+    proposer.set_rows([1])
+    drafting.tables = [tables[0]]
+    proposer.observe(Committed(None, [[7, 0]], features, [1]))  # type: ignore[arg-type]
     again, _ = proposer.propose()
     assert again.tokens[:, 0].tolist() == [0]
     draws = SeededDraws(0, 0)  # of the row that was admitted

@@ -280,7 +280,7 @@ def test_decoding_drafts_what_the_unroll_drafts(name: str) -> None:
             torch.testing.assert_close(mine, expected[i], atol=5e-5, rtol=5e-5)
 
     drafting, every = FeatureDrafting(drafter), list(range(len(prompts)))
-    drafting.reset(len(prompts))
+    drafting.set_rows([], len(prompts))
     drafting.observe(committed(drafter, prompts, [0] * len(prompts), ends))
     check(drafting, every)
     for kept in (3, 1, 2):  # positions; the next token is the picture's first one, in it, or behind it
@@ -288,10 +288,8 @@ def test_decoding_drafts_what_the_unroll_drafts(name: str) -> None:
         drafting.rollback(starts)
         drafting.observe(committed(drafter, prompts, starts, ends))
         check(drafting, every)
-    drafting.keep(every[::-1][:2])
     left = every[::-1][:2]
-    check(drafting, left)
-    drafting.admit(1)
+    drafting.set_rows(left, 1)
     order = [*left, 0]
     begin = [ends[i] - 1 for i in left]
     drafting.rollback([*begin, 0])

@@ -216,7 +216,7 @@ def probe_log_probs(drafter: FeatureDrafter, steps: int = 3, columns: int = 12) 
     features = torch.randn(1, columns, width, generator=generator)
     tokens = torch.randint(config.vocab_size, (1, columns + 1), generator=generator).tolist()
     drafting: Any = FeatureDrafting(drafter)
-    drafting.reset(1)
+    drafting.set_rows([], 1)
     drafting.observe(Committed(EmbeddingTable(table), tokens, features, [columns]))
     found = [drafting.root_log_probs()[0]]
     for depth in range(1, steps):

@@ -51,7 +51,7 @@ def our_log_probs(
     columns = captured.shape[1]
     for t in range(columns):
         drafting = FeatureDrafting(drafter)
-        drafting.reset(1)
+        drafting.set_rows([], 1)
         known = [tokens[: t + 2].tolist()]
         drafting.observe(Committed(EmbeddingTable(table), known, captured[:, : t + 1], [t + 1]))
         steps[0].append(drafting.root_log_probs()[0])
