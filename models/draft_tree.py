@@ -246,8 +246,8 @@ class Proposer(Protocol):
     def rollback(self, lengths: Sequence[int]) -> None:
         """Keeps the first lengths[b] positions of each row and the token behind them.
 
-        All rows have been observed. The next `observe` continues from there, possibly with
-        other tokens; `propose` needs it first.
+        All rows have been observed. The next `observe` continues from there, possibly with other tokens; `propose`
+        needs it first.
 
         Raises:
             ValueError: a row has fewer positions, or there are more or fewer rows.

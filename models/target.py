@@ -30,8 +30,8 @@ from draftsmith.models.alignment import Documents
 from draftsmith.models.chat import load_config
 from draftsmith.models.digests import combined_digest
 from draftsmith.models.document_attention import document_attention
+from draftsmith.models.drafter_base import FrozenHead
 from draftsmith.models.families import AttentionKinds, auto_class, scaled_logits
-from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Insert, PlacedInsert, PlacedRows
 from draftsmith.models.quantize import check_quantization, quantize_layers
 from draftsmith.models.target_session import TargetSession, behind

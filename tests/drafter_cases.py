@@ -9,6 +9,7 @@ import torch
 
 from draftsmith.models.alignment import Columns, Documents, columns_of
 from draftsmith.models.draft_tree import Committed
+from draftsmith.models.drafter_base import Drafter
 from draftsmith.models.drafters import build_drafter, config_class
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.prompt import DecoderInputs
@@ -117,6 +118,7 @@ def drafter_of(case: Case, seed: int = 1) -> FeatureDrafter:
     own = {"intermediate_size": 24, **case.own}
     config = shape.for_target(target.config, VOCAB_SIZE, layers, vocab.size, **own)
     drafter = build_drafter(config, vocab, target.frozen_head)
+    assert isinstance(drafter, FeatureDrafter)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             if "norm" in name:
@@ -138,20 +140,20 @@ def make_rows(lengths: list[int], seed: int = 2) -> tuple[torch.Tensor, torch.Te
     return ids, span
 
 
-def states_of(drafter: FeatureDrafter, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def states_of(drafter: Drafter, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(captured [B, T, F], last [B, T, H]) of the target."""
     states = small_target().states(ids, drafter.config.capture_layers)
     return states.captured, states.last
 
 
-def embedder_of(drafter: FeatureDrafter) -> Target:
+def embedder_of(drafter: Drafter) -> Target:
     """The target, its embeddings scaled as the drafter's config says of it."""
     target = copy.copy(small_target())
     target.embedding_scale = drafter.config.embedding_scale
     return target
 
 
-def inputs_of(drafter: FeatureDrafter, ids: torch.Tensor, documents: Documents | None = None) -> DecoderInputs:
+def inputs_of(drafter: Drafter, ids: torch.Tensor, documents: Documents | None = None) -> DecoderInputs:
     """What drafters are handed of these tokens."""
     positions = None if documents is None else documents.position
     return embedder_of(drafter).inputs(ids, positions, dtype=drafter.dtype)
@@ -169,7 +171,7 @@ def sums_of(trainee: TrainingTimeTest, ids: torch.Tensor, span: torch.Tensor) ->
     return trainee(captured, inputs_of(trainee.drafter, ids), columns, teacher)
 
 
-def gradients(drafter: FeatureDrafter) -> dict[str, torch.Tensor]:
+def gradients(drafter: Drafter) -> dict[str, torch.Tensor]:
     """Of the parameters that have one; they are taken away from them."""
     found = {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
     drafter.zero_grad()

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from draftsmith.data_gen import capture as script
 from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
-from draftsmith.data_gen.states.jobs import layers_of
 from draftsmith.data_gen.states.store import StoreManifest
 from draftsmith.models.chat import load_tokenizer
+from draftsmith.models.drafters import states_read
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -91,7 +91,7 @@ def rows_of(recipe: Recipe) -> list[TrainingRow]:
 
 def target_of(recipe: Recipe) -> Target:
     model = load_causal_lm(recipe.target)
-    return Target(model, layers_of(recipe, model.config))
+    return Target(model, states_read(recipe.drafter, model.config.num_hidden_layers))
 
 
 def files_of(directory: Path) -> dict[str, bytes]:

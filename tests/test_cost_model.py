@@ -96,7 +96,7 @@ def test_the_speed_up_is_the_formula_s(seed: int) -> None:
         tokens = list(range(1 + sum(accepted) + len(accepted)))
         nodes, calls = ([draw.randint(1, most) for _ in accepted] for most in (20, 5))
         generations.append(
-            Generation([1, 2], tokens, accepted, last_round_cut=False, tree_nodes=nodes, draft_calls=calls)
+            Generation([1, 2], tokens, accepted, last_round_cut=False, tree_nodes=nodes, draft_calls=calls, tried=calls)
         )
     expected = predicted(costs, tree, generations)
     plain = predicted(costs, None, [plain_rounds(RecordedAnswer(g.prompt_token_ids, g.token_ids)) for g in generations])

@@ -267,7 +267,7 @@ def test_every_specialist_starts_from_the_single_layer(
     """At its first position a fresh PosS drafts as the single drafter does; at the later ones, too."""
     target, identity = loaded
     single_dir = saved(tmp_path / "single", single, loaded)
-    before = load_drafter(single_dir, target, identity, read_drafter_config(single_dir)[0].capture_layers)
+    before: Any = load_drafter(single_dir, target, identity, read_drafter_config(single_dir)[0].capture_layers)
     drafter = untaught(specialists, target)
     untrained = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     start_from(single_dir, drafter, identity)

@@ -410,3 +410,20 @@ def test_the_proposer_drafts_below_the_last_tokens_of_the_rows_that_go_on() -> N
     for drawn in (tree.tokens[1], again.tokens[0]):
         alone, _ = policy.grow(Scripted([tables[0]]), roots(1), [draws])
         assert torch.equal(alone.tokens[0], drawn)
+
+
+class OnePass(Scripted):
+    """Drafts all levels in one forward pass, as block drafters do."""
+
+    def passes(self, levels: int) -> int:
+        return min(levels, 1)
+
+
+@pytest.mark.parametrize("drafter", [Scripted, OnePass])
+def test_the_drafter_counts_its_passes_and_the_policy_its_levels(drafter: type[Scripted]) -> None:
+    sharp, flat = Table(0, sharpness=(1e5,)), Table(0, sharpness=(0.1,))  # all of a chain, and its first token alone
+    proposer = PolicyProposer(drafter([sharp, flat]), Chain(5, Svip()))
+    proposer.observe(Committed(None, [[0], [2]], torch.zeros(2, 1, 1), [1, 1]))  # type: ignore[arg-type]
+    tree, calls = proposer.propose()
+    assert tree.tried == [5, 1]
+    assert calls == ([1, 1] if drafter is OnePass else [5, 1])

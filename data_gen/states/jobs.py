@@ -30,8 +30,9 @@ from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, target_identity
 from draftsmith.models.costs import free_bytes, gigabytes, torch_dtype
+from draftsmith.models.drafters import states_read
 from draftsmith.models.quantize import target_changes
-from draftsmith.models.target import Target, checked_capture_layers
+from draftsmith.models.target import Target
 from draftsmith.recipes.command.inputs import conversations
 from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.errors import UserError
@@ -53,7 +54,7 @@ class Asked:
     def of(cls, recipe: Recipe, fingerprint: str) -> "Asked":
         section, dtype = recipe.target, recipe.data.capture.dtype
         config = load_config(section).get_text_config(decoder=True)
-        layers, pictures = layers_of(recipe, config), recipe.drafter.reads_picture_states
+        layers, pictures = states_read(recipe.drafter, config.num_hidden_layers), recipe.drafter.reads_picture_states
         has_last = layers[-1] != config.num_hidden_layers
         shape = RowShape(len(layers), config.hidden_size, ENCODINGS[dtype], has_last, pictures)
         target = config_identity(config, section.model, section.revision, fingerprint, target_changes(section))
@@ -134,13 +135,6 @@ class Job:
 def job_of(recipe: Recipe, rejects: Rejects) -> Job:
     tokenizer = load_tokenizer(recipe.target)
     return Job.of(recipe, usable_rows(recipe, tokenizer, rejects), tokenizer_fingerprint(tokenizer))
-
-
-def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
-    """Layers that the recipe's drafter reads. EAGLE-1 reads the last state, behind the final norm."""
-    if recipe.drafter.extends == "eagle":
-        return (config.num_hidden_layers,)
-    return checked_capture_layers(recipe.drafter.capture_layers, config.num_hidden_layers)
 
 
 def store_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:

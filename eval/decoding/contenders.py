@@ -45,8 +45,8 @@ from draftsmith.models.checkpoint import (
 )
 from draftsmith.models.costs import hardware
 from draftsmith.models.draft_tree import Drafting, Proposer
+from draftsmith.models.drafter_base import Drafter
 from draftsmith.models.drafters import kind_name, kind_text
-from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.guidance import loaded_target
 from draftsmith.models.quantize import precision_name, target_changes
@@ -414,7 +414,7 @@ class Lineup:
         block_linears(self.target.layers)
         self.stop_ids = frozenset(stop_ids(self.tokenizer))
         self.fingerprint = tokenizer_fingerprint(self.tokenizer)
-        self.drafters: dict[tuple[Path, str | None], FeatureDrafter] = {}  # by directory and a hierarchy's small model
+        self.drafters: dict[tuple[Path, str | None], Drafter] = {}  # by directory and a hierarchy's small model
         self.draft_models: dict[str, Target] = {}
         self.precisions: dict[str | None, Lineup] = {}
         self.neighbours: dict[tuple[str, int], torch.Tensor] = {}  # by their source and number
@@ -492,7 +492,7 @@ class Lineup:
             return identity
         return identity | {"draft_model": self._identity_of(self.draft_model(small), small), "target": self.identity}
 
-    def drafter(self, directory: Path, small: TargetSection | None = None) -> FeatureDrafter:
+    def drafter(self, directory: Path, small: TargetSection | None = None) -> Drafter:
         """A drafter of the target; of `small`, a hierarchy's small model, where that is given."""
         model, section = (self.target, self.section) if small is None else (self.draft_model(small), small)
         key = directory, small and small.model_dump_json()

@@ -49,9 +49,7 @@ class Generation:
     last_round_cut: bool  # a stop token or the budget cut accepted tokens, or the bonus, off the last round
     tree_nodes: list[int] = field(default_factory=list)  # verified nodes of each round, root included
     draft_calls: list[int] = field(default_factory=list)  # forward passes of the drafter in each round
-    tried: list[int] = field(
-        default_factory=list
-    )  # draft positions that each round tried
+    tried: list[int] = field(default_factory=list)  # draft positions that each round tried
     # Accepted tokens of each round by who drafted them, of proposers with several sources (`DraftedBy`).
     drafted_by: list[dict[str, int]] = field(default_factory=list)
     # Of a hierarchy: drafted tokens that the small model accepted, in each of its rounds.

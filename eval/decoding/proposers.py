@@ -21,8 +21,9 @@ from draftsmith.models.causal_lm import CausalLMDrafting, of_draft_model
 from draftsmith.models.chat import load_config, load_tokenizer
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
 from draftsmith.models.draft_tree import Drafting, Proposer
+from draftsmith.models.drafter_base import Drafter
+from draftsmith.models.drafters import drafting_of
 from draftsmith.models.families import usable_positions
-from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sam import StaticAutomaton
 from draftsmith.models.sampling import Sampling
@@ -87,7 +88,7 @@ class LoadedModels(Protocol):
     fingerprint: str  # of the target's tokenizer
     stop_ids: frozenset[int]
 
-    def drafter(self, directory: Path, small: TargetSection | None = None) -> FeatureDrafter: ...
+    def drafter(self, directory: Path, small: TargetSection | None = None) -> Drafter: ...
 
     def draft_model(self, section: TargetSection) -> Target: ...
 
@@ -214,10 +215,10 @@ def _looks_in(section: SamSources) -> str:
 # The table.
 
 
-def _feature_drafting(lineup: LoadedModels, contender: Contender, small: TargetSection | None = None) -> Drafting:
+def _drafter_drafting(lineup: LoadedModels, contender: Contender, small: TargetSection | None = None) -> Drafting:
     assert contender.drafter is not None
     drafter = lineup.drafter(contender.drafter, small)
-    return FeatureDrafting(drafter, lineup.cut(contender, drafter.vocab))
+    return drafting_of(drafter, lineup.cut(contender, drafter.vocab))
 
 
 def _check_own_drafter(target: TargetFacts, contender: Contender) -> None:
@@ -247,7 +248,7 @@ def _check_hierarchy(target: TargetFacts, contender: Contender) -> None:
 
 def _hierarchy(lineup: LoadedModels, contender: Contender) -> Proposer:
     small = _small_model(contender)
-    inner = PolicyProposer(_feature_drafting(lineup, contender, small), policy_of(contender.tree))
+    inner = PolicyProposer(_drafter_drafting(lineup, contender, small), policy_of(contender.tree))
     return HierarchicalProposer(lineup.draft_model(small), inner, contender.min_draft_length)
 
 
@@ -287,7 +288,7 @@ def routed(lineup: LoadedModels, router: RouterSection, other: Proposer) -> Prop
 PROPOSERS = {
     "drafter": ProposerEntry(
         name=lambda contender: f"{contender.kind}, {tree_name(contender.tree)}",
-        drafting=_feature_drafting,
+        drafting=_drafter_drafting,
         key="eval.drafter",
         check=_check_own_drafter,
         model=lambda contender: None if contender.drafter is None else str(contender.drafter),

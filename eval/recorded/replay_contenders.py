@@ -132,7 +132,7 @@ def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Con
     layers = {layer for shape in shapes for layer in shape.capture_layers}
     states = len(layers) * text.hidden_size * size.dtype.itemsize
     # Bytes of a drafted column's keys and values. One drafter works at a time, so the widest counts.
-    drafters = [2 * 4 * s.num_key_value_heads * s.head_dim * s.cached_layers for s in shapes]
+    drafters = [shape.column_bytes for shape in shapes]
     drafters += [cache_bytes_per_token(*_sizes(c.draft_model)) for c in contenders if c.draft_model is not None]
     most = 0
     for rows in batches(answers, recipe.eval.replay_batch_size):

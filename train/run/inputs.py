@@ -8,7 +8,7 @@ from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.store import Store
 from draftsmith.models.chat import FINGERPRINT_COVERS, load_config, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, shape_of_run
-from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.quantize import target_changes
 from draftsmith.models.vocab import DraftVocab, load_metadata

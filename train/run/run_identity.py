@@ -9,7 +9,7 @@ from typing import Any
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.models.checkpoint import written
-from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.schema import Recipe
 

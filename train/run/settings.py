@@ -2,7 +2,7 @@
 
 import torch
 
-from draftsmith.models.feature_drafter import FeatureDrafter
+from draftsmith.models.drafter_base import Drafter
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.attention.kernels import BLOCKS
 from draftsmith.train.loss.losses import LossWeights
@@ -21,7 +21,7 @@ def loss_weights(section: TrainSection) -> LossWeights:
     )
 
 
-def trainee_of(section: TrainSection, drafter: FeatureDrafter) -> TrainingTimeTest:
+def trainee_of(section: TrainSection, drafter: Drafter) -> TrainingTimeTest:
     """The drafter with its unroll and loss."""
     return TrainingTimeTest(
         drafter,
