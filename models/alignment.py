@@ -78,6 +78,12 @@ class Run:
     before: int  # the run's first column, along T
 
 
+def runs_of_documents(documents: Documents | None, rows: int, tokens: int) -> list[Run]:
+    """The runs if every token is a query: each document is one."""
+    places = [(row, 0, tokens) for row in range(rows)] if documents is None else documents.places
+    return [Run(row, start, start + length, start, start) for row, start, length in places]
+
+
 @dataclass(frozen=True)
 class Columns:
     """The columns of a batch that count at step 0, padded to the longest row."""

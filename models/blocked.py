@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from draftsmith.models.feature_drafter import FeatureDrafter
+    from draftsmith.models.drafter_base import Drafter
 
 ROWS = 16  # of a verification
 SMALL, LARGE = 2**18, 2**20  # weights of a layer
@@ -75,10 +75,10 @@ def block_linears(module: nn.Module) -> None:
             module.set_submodule(name, BlockedLinear(layer))
 
 
-def block_layers(drafter: "FeatureDrafter") -> None:
+def block_layers(drafter: "Drafter") -> None:
     """`block_linears` in a drafter's layers. Its head and fusion read their weights in other ways, too."""
-    for stack in drafter.stacks:
-        block_linears(nn.ModuleList(stack))
+    for layer in drafter.draft_layers:
+        block_linears(layer)
 
 
 @cache

@@ -86,32 +86,23 @@ class CausalLMDrafting:
         if cut is not None:
             bias, ids = getattr(target.head, "bias", None), self.vocab.target_ids
             self.head_rows = (target.head_weight[ids], None if bias is None else bias[ids])
-        self.reset(0)
-
-    def reset(self, rows: int) -> None:
-        self.session = self.lm.session()
-        self._begin_round(torch.empty(0))
-
-    def admit(self, rows: int) -> None:
-        """Does nothing: `observe` reads texts without a row in the session."""
-
-    def _begin_round(self, log_probs: torch.Tensor) -> None:
-        self.log_probs_of_root = log_probs  # [B, Vd]
-        # One entry for each `expand` of this round: tokens and parents' slots [B, b], and depth.
+        # One entry for each `expand` since the last `observe`: tokens and parents' slots [B, b], and depth.
         self.drafted: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self.slots = SlotTree(len(log_probs), self.device)
+        self.set_rows([])
 
-    def keep(self, rows: Sequence[int]) -> None:
-        index = torch.tensor(rows, device=self.device)
-        self.session.keep(rows)
-        self.log_probs_of_root = self.log_probs_of_root[index]
+    def set_rows(self, kept: Sequence[int], new: int = 0) -> None:
+        """`observe` reads new rows: texts without a row in the session."""
+        if not kept:
+            self.session, self.drafted = self.lm.session(), []
+            return
+        self.session.keep(kept)
+        index = torch.tensor(kept, device=self.device)
         self.drafted = [(tokens[index], parents[index], depth) for tokens, parents, depth in self.drafted]
-        self.slots.keep(index)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         check_rollback(self.session.lengths, lengths)
         self.session.rollback(lengths)
-        self._begin_round(self.log_probs_of_root[:, :0])  # unknown until the next `observe`
+        self.drafted = []
 
     @torch.no_grad()
     def observe(self, committed: Committed) -> None:
@@ -127,7 +118,8 @@ class CausalLMDrafting:
             if self.head_rows is not None:
                 logits_BV = logits_BV[:, self.vocab.target_ids]
             log_probs.append(functional.log_softmax(logits_BV, dim=-1))
-        self._begin_round(torch.cat(log_probs))
+        self.log_probs_of_root = torch.cat(log_probs)  # [B, Vd]
+        self.drafted, self.slots = [], SlotTree(len(tokens), self.device)
 
     def _catch_up(self, committed: Sequence[Sequence[int]]) -> torch.Tensor:
         """[B, Vd] log-probabilities behind the last committed tokens."""
@@ -183,6 +175,9 @@ class CausalLMDrafting:
         depths_BS = self._depths(depths_S, depth - 1)
         last, _ = self.session.append(tokens, depths_BS, seen_BbS)
         return self._log_probs(last)
+
+    def passes(self, levels: int) -> int:
+        return levels
 
     def _depths(self, depths_S: torch.Tensor, deepest: int) -> torch.Tensor:
         """[B, S] distances of slots from the cache's end, clamped to the LM's learned positions.

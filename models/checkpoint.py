@@ -25,15 +25,16 @@ from safetensors.torch import load_file, save_file
 from transformers.activations import ACT2FN
 
 from draftsmith.models.chat import FINGERPRINT_COVERS
+from draftsmith.models.drafter_base import Drafter, DrafterConfig, FrozenHead
 from draftsmith.models.drafters import (
     build_drafter,
     config_class,
+    config_of,
     drafter_shape,
     kind_text,
     known_kinds,
     tensor_shapes,
 )
-from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
 from draftsmith.models.layers import rotary
 from draftsmith.models.rotation import checked_rotation
 from draftsmith.models.target import Target
@@ -62,7 +63,7 @@ def provenance(data: dict[str, Path]) -> dict[str, Any]:
 
 
 def save_drafter(
-    directory: Path, drafter: FeatureDrafter, identity: dict[str, Any], recipe_yaml: str, made_by: dict[str, Any]
+    directory: Path, drafter: Drafter, identity: dict[str, Any], recipe_yaml: str, made_by: dict[str, Any]
 ) -> None:
     """Writes the checkpoint, replacing an older one at the very end."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
@@ -136,10 +137,10 @@ def shape_of_run(recipe: Recipe, files: TargetFiles) -> DrafterConfig:
     Raises:
         UserError: the drafter is not possible for this target.
     """
-    if recipe.drafter.kind == "vispec" and not is_vision_language(files.config):
+    if config_of(recipe.drafter).reads_pictures and not is_vision_language(files.config):
         raise UserError(
-            f"drafter.kind: vispec reads pictures, and {recipe.target.model} ({files.config.model_type}) reads text "
-            f"only; take a vision-language target, or kind {recipe.drafter.base}"
+            f"drafter.kind: {recipe.drafter.kind} reads pictures, and {recipe.target.model} "
+            f"({files.config.model_type}) reads text only; take a vision-language target, or kind {recipe.drafter.base}"
         )
     shape = drafter_shape(recipe.drafter, files.text_config)
     if recipe.drafter.init_from is None:
@@ -177,15 +178,13 @@ def _check_values(kind: type[DrafterConfig], values: dict[str, Any]) -> None:
 
 def _check_shape(shape: DrafterConfig, trained_for: dict[str, Any]) -> None:
     """Raises ValueError for values that contradict each other."""
-    if not shape.own_head:
-        last = trained_for.get("num_layers")
-        if shape.capture_layers != (last,):
-            raise ValueError(
-                f"capture_layers are {quoted(list(shape.capture_layers))}; EAGLE-1 reads the target's last, "
-                f"{quoted(last)}"
-            )
-        if shape.draft_vocab_size != shape.vocab_size:
-            raise ValueError("draft_vocab_size is not vocab_size, but the head is the target's")
+    last = trained_for.get("num_layers")
+    if not shape.fuses and shape.capture_layers != (last,):
+        raise ValueError(
+            f"capture_layers are {quoted(list(shape.capture_layers))}; EAGLE-1 reads the target's last, {quoted(last)}"
+        )
+    if not shape.own_head and shape.draft_vocab_size != shape.vocab_size:
+        raise ValueError("draft_vocab_size is not vocab_size, but the head is the target's")
 
 
 def differences(there: dict[str, Any], here: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -355,7 +354,7 @@ def _checked_vocab(directory: Path, tensors: dict[str, torch.Tensor], shape: Dra
 
 def load_drafter(
     directory: Path, target: Target, identity: dict[str, Any], capture: Sequence[int] | None = None
-) -> FeatureDrafter:
+) -> Drafter:
     """The drafter in `directory`, in evaluation mode on the target's device.
 
     Args:
@@ -375,7 +374,7 @@ def load_drafter(
     return read_drafter(directory, target.frozen_head).to(target.device)
 
 
-def read_drafter(directory: Path, head: FrozenHead | None = None) -> FeatureDrafter:
+def read_drafter(directory: Path, head: FrozenHead | None = None) -> Drafter:
     """The drafter in `directory`, in evaluation mode on the CPU, for exports and inspection without the target.
 
     Args:

@@ -64,6 +64,7 @@ class DraftTree:
             what the distribution leaves. None: all nodes were chosen by rank.
         is_chain: in all trees, each node is the child of the one before it.
         sources: of each tree; None: the proposer has only one.
+        tried: depth to which each tree was drafted, which may be more than it has; None: as deep as it is long.
     """
 
     tokens: torch.Tensor
@@ -73,6 +74,7 @@ class DraftTree:
     drawn_from: torch.Tensor | None = None
     is_chain: bool = False
     sources: Sequence[DraftedBy] | None = None
+    tried: Sequence[int] | None = None
 
     @property
     def rows(self) -> int:
@@ -228,14 +230,15 @@ class Proposer(Protocol):
 
     capture_layers: tuple[int, ...]  # the target states that `observe` needs
 
-    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        """Starts `rows` new answers and drops all others. `draws`: their random numbers, for proposers that sample."""
+    def set_rows(self, kept: Sequence[int], new: int = 0, draws: Sequence[Draws] | None = None) -> None:
+        """Keeps these rows between rounds, in this order, and begins new answers behind them; the others are done.
 
-    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        """Adds new answers between rounds."""
+        The next `observe` tells of all rows; `propose` needs it first.
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keeps these rows, in this order; the other answers are done."""
+        Args:
+            kept: rows that were observed.
+            draws: the random numbers of the new answers, for proposers that sample.
+        """
 
     def observe(self, committed: Committed) -> None:
         """Reads the tokens committed since the last call."""
@@ -243,15 +246,15 @@ class Proposer(Protocol):
     def rollback(self, lengths: Sequence[int]) -> None:
         """Keeps the first lengths[b] positions of each row and the token behind them.
 
-        All rows have been observed since they were admitted. The next `observe` continues from there, possibly with
-        other tokens; `propose` needs it first.
+        All rows have been observed. The next `observe` continues from there, possibly with other tokens; `propose`
+        needs it first.
 
         Raises:
             ValueError: a row has fewer positions, or there are more or fewer rows.
         """
 
     def propose(self) -> tuple[DraftTree, list[int]]:
-        """Trees below the last committed tokens, and the number of drafter calls for each."""
+        """Trees below the last committed tokens, and the number of forward passes for each."""
         ...
 
 
@@ -264,11 +267,8 @@ class Drafting(Protocol):
     vocab: DraftVocab
     capture_layers: tuple[int, ...]
 
-    def reset(self, rows: int) -> None: ...
-
-    def admit(self, rows: int) -> None: ...
-
-    def keep(self, rows: Sequence[int]) -> None: ...
+    def set_rows(self, kept: Sequence[int], new: int = 0) -> None:
+        """As of a `Proposer`."""
 
     def observe(self, committed: Committed) -> None: ...
 
@@ -281,4 +281,8 @@ class Drafting(Protocol):
     def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
         """Feeds `tokens` [B, b] (target ids at this depth; a root's children have depth 1) under `parent_slots` [B, b].
         Returns [B, b, Vd], the log-probabilities of their children."""
+        ...
+
+    def passes(self, levels: int) -> int:
+        """Forward passes that a row's round took: one level is `root_log_probs`, each further one an `expand`."""
         ...

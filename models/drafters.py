@@ -1,14 +1,18 @@
-"""The only list of drafter kinds: builds a drafter from a config.json or a recipe."""
+"""The only list of drafter kinds: how each is built, trained and drafts, and who serves it."""
 
-from collections.abc import Container, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
+from draftsmith.models.chain_steps import chain_steps
+from draftsmith.models.draft_tree import Drafting
+from draftsmith.models.drafter_base import Drafter, DrafterConfig, FrozenHead, Steps
 from draftsmith.models.eagle import EagleConfig, EagleDrafter
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.formats.eagle import eagle_config
 from draftsmith.models.poss import Poss3Config, Poss3Drafter, PossConfig, PossDrafter, SpecialistsConfig
 from draftsmith.models.target import checked_capture_layers
 from draftsmith.models.vispec import (
@@ -25,15 +29,42 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterSection
 
-DRAFTER_CLASSES: dict[type[DrafterConfig], Any] = {
-    Eagle3Config: Eagle3Drafter,
-    EagleConfig: EagleDrafter,
-    PossConfig: PossDrafter,
-    Poss3Config: Poss3Drafter,
-    VispecConfig: VispecDrafter,
-    Vispec3Config: Vispec3Drafter,
-    VispecPossConfig: VispecPossDrafter,
-    VispecPoss3Config: VispecPoss3Drafter,
+
+@dataclass(frozen=True)
+class Kind:
+    """What the project knows of a kind of drafter, besides its config.
+
+    Attributes:
+        module: its class.
+        steps: how training computes its outputs.
+        drafting: how it drafts inside answers, from a part of its vocabulary (None: all of it).
+        engines: by the name of each engine that serves it (`models.formats.engines`), the architecture in config.json.
+        engine_config: an export's config.json, of the config, the architecture and the weights' precision.
+    """
+
+    module: Callable[[Any, DraftVocab, FrozenHead | None], Drafter]
+    steps: Steps
+    drafting: Callable[[Any, DraftVocab | None], Drafting]
+    engines: Mapping[str, str] = field(default_factory=dict)
+    engine_config: Callable[[Any, str, torch.dtype], dict[str, Any]] | None = None
+
+
+_EAGLE3_ENGINES = {
+    **dict.fromkeys(("vllm", "sglang", "tensorrt-llm", "eagle"), "LlamaForCausalLMEagle3"),
+    "speculators": "Eagle3DraftModel",
+    "llama.cpp": "eagle3",
+}
+_EAGLE_ENGINES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "eagle": "LlamaForCausalLM"}
+
+KINDS: dict[type[DrafterConfig], Kind] = {
+    Eagle3Config: Kind(Eagle3Drafter, chain_steps, FeatureDrafting, _EAGLE3_ENGINES, eagle_config),
+    EagleConfig: Kind(EagleDrafter, chain_steps, FeatureDrafting, _EAGLE_ENGINES, eagle_config),
+    PossConfig: Kind(PossDrafter, chain_steps, FeatureDrafting),
+    Poss3Config: Kind(Poss3Drafter, chain_steps, FeatureDrafting),
+    VispecConfig: Kind(VispecDrafter, chain_steps, FeatureDrafting),
+    Vispec3Config: Kind(Vispec3Drafter, chain_steps, FeatureDrafting),
+    VispecPossConfig: Kind(VispecPossDrafter, chain_steps, FeatureDrafting),
+    VispecPoss3Config: Kind(VispecPoss3Drafter, chain_steps, FeatureDrafting),
 }
 
 
@@ -45,11 +76,11 @@ def config_class(kind: Any, base: Any = None, own: Container[str] = ()) -> type[
     """
     specialised = kind == "poss" or (kind == "vispec" and "specialists" in own)
     wanted = kind, base, specialised
-    return next((c for c in DRAFTER_CLASSES if (c.kind, c.base, issubclass(c, SpecialistsConfig)) == wanted), None)
+    return next((c for c in KINDS if (c.kind, c.base, issubclass(c, SpecialistsConfig)) == wanted), None)
 
 
 def known_kinds() -> str:
-    names = [config.kind + f" over {config.base}" * (config.base is not None) for config in DRAFTER_CLASSES]
+    names = [config.kind + f" over {config.base}" * (config.base is not None) for config in KINDS]
     return ", ".join(dict.fromkeys(names))
 
 
@@ -70,13 +101,23 @@ def kind_name(kind: str, base: str | None, positions: int | None, normed: bool) 
     return kind + specialists + over + ".1" * normed
 
 
-def build_drafter(config: DrafterConfig, vocab: DraftVocab, head: FrozenHead | None) -> FeatureDrafter:
+def build_drafter(config: DrafterConfig, vocab: DraftVocab, head: FrozenHead | None) -> Drafter:
     """A drafter of this shape with random weights.
 
     Args:
         head: the target's; None for kinds with their own.
     """
-    return DRAFTER_CLASSES[type(config)](config, vocab, head)
+    return KINDS[type(config)].module(config, vocab, head)
+
+
+def drafting_of(drafter: Drafter, cut: DraftVocab | None = None) -> Drafting:
+    """The drafter inside answers.
+
+    Args:
+        cut: draft only these tokens, with their rows of the head, and normalise over them (FR-Spec, arXiv 2502.14856).
+            None: the whole draft vocabulary.
+    """
+    return KINDS[type(drafter.config)].drafting(drafter, cut)
 
 
 def trainable_parameters(config: DrafterConfig) -> int:
@@ -89,7 +130,7 @@ def tensor_shapes(config: DrafterConfig, vocab: DraftVocab | None = None) -> dic
     return {name: list(tensor.shape) for name, tensor in on_meta(config, vocab).state_dict().items()}
 
 
-def on_meta(config: DrafterConfig, vocab: DraftVocab | None = None) -> FeatureDrafter:
+def on_meta(config: DrafterConfig, vocab: DraftVocab | None = None) -> Drafter:
     """A drafter of this shape without weights."""
     vocab = vocab or DraftVocab(torch.arange(config.draft_vocab_size), config.vocab_size)
     with torch.device("meta"):
@@ -97,18 +138,30 @@ def on_meta(config: DrafterConfig, vocab: DraftVocab | None = None) -> FeatureDr
         return build_drafter(config, vocab, FrozenHead(table, None, lambda logits: logits))
 
 
+def config_of(section: DrafterSection) -> type[DrafterConfig]:
+    """The config class of a recipe's drafter."""
+    kind = config_class(section.kind, section.over, {"specialists"} if section.specialised else ())
+    assert kind is not None
+    return kind
+
+
+def states_read(section: DrafterSection, layers: int) -> tuple[int, ...]:
+    """The target states that a recipe's drafter reads, of a target with so many layers. Raises UserError for states
+    that it has not."""
+    if not config_of(section).fuses:
+        return (layers,)
+    return checked_capture_layers(section.capture_layers, layers)
+
+
 def drafter_shape(section: DrafterSection, target_config: Any) -> DrafterConfig:
     """The shape of a recipe's drafter, for a target with this text config. Raises UserError where they do not fit."""
-    vocab_size, layers = target_config.vocab_size, target_config.num_hidden_layers
-    states = (layers,)  # EAGLE-1 reads the last one
-    if section.extends == "eagle3":
-        states = checked_capture_layers(section.capture_layers, layers)
+    vocab_size = target_config.vocab_size
+    states = states_read(section, target_config.num_hidden_layers)
     if section.vocab_size is not None and section.vocab_size > vocab_size:
         raise UserError(
             f"drafter.vocab_size: {section.vocab_size} is more than the target's vocabulary of {vocab_size} tokens"
         )
-    kind = config_class(section.kind, section.over, {"specialists"} if section.specialised else ())
-    assert kind is not None
+    kind = config_of(section)
     names = {each.name for each in fields(kind)}
     wanted: dict[str, Any] = {
         "num_layers": section.num_layers,
@@ -121,7 +174,7 @@ def drafter_shape(section: DrafterSection, target_config: Any) -> DrafterConfig:
         "compressed_tokens": 1 if section.compressed_tokens is None else section.compressed_tokens,
         "global_vector": section.global_vector,
     }
-    config = kind.for_target(
+    return kind.for_target(
         target_config,
         vocab_size,
         states,
@@ -131,38 +184,3 @@ def drafter_shape(section: DrafterSection, target_config: Any) -> DrafterConfig:
         intermediate_size=section.intermediate_size,
         **{key: value for key, value in wanted.items() if key in names},
     )
-    return config if section.match_specialists is None else widened(config, section.match_specialists)
-
-
-def widened(config: DrafterConfig, specialists: int) -> DrafterConfig:
-    """A drafter with the parameters of `specialists` single layers of its kind, by changing the width of its MLPs.
-    Exact to half a row of its MLPs.
-
-    Raises:
-        UserError: its layers have too many parameters even without MLPs.
-    """
-    first, *above = (sum(p.numel() for p in layer.parameters()) for layer in on_meta(config).stacks[0])
-    spare = (specialists - 1) * first - sum(above)
-    width = config.intermediate_size + round(spare / (3 * config.hidden_size * config.num_layers))  # gate, up, down
-    if width < 1:
-        raise UserError(
-            f"drafter.match_specialists: {specialists} specialists have fewer parameters than {config.num_layers} "
-            "layers without MLPs; lower drafter.num_layers"
-        )
-    return type(config).from_dict(config.to_dict() | {"intermediate_size": width})
-
-
-def padded(tensors: Mapping[str, torch.Tensor], drafter: FeatureDrafter) -> dict[str, torch.Tensor]:
-    """A checkpoint with narrower MLPs, padded to the drafter's width; it computes the same.
-
-    New rows of gate and up keep their random values; new columns of down are zero.
-    """
-    result = dict(tensors)
-    for name, own in drafter.state_dict().items():
-        given = tensors.get(name)
-        if given is None or ".mlp." not in name or given.shape == own.shape:
-            continue
-        wide = torch.zeros_like(own) if ".down_proj." in name else own.clone()
-        wide[: given.shape[0], : given.shape[1]] = given
-        result[name] = wide
-    return result

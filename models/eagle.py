@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, FeatureDrafter, FrozenHead, layers_above
+from draftsmith.models.drafter_base import DrafterConfig, DraftLayer, FrozenHead, layers_above
+from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.vocab import DraftVocab
 
 
@@ -30,6 +31,7 @@ from draftsmith.models.vocab import DraftVocab
 class EagleConfig(DrafterConfig):
     kind = "eagle"
     own_head = False
+    fuses = False
 
     fc_bias: bool = True
 

@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, FeatureDrafter, FrozenHead, layers_above
+from draftsmith.models.drafter_base import DrafterConfig, DraftLayer, FrozenHead, layers_above
+from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.layers import RmsNorm
 from draftsmith.models.vocab import DraftVocab
 

@@ -1,4 +1,4 @@
-"""The base of EAGLE's drafters: layers that draft from the target's features, and decoding with them.
+"""Drafters of chains, EAGLE's and its kin: layers that read their own outputs, and decoding with them.
 
     captured target states --fuse--> feature_t                only where the target's states are known
     feature_t, embedding of token t+1 --entry--> [W]          shared by all layers of the drafter
@@ -16,181 +16,31 @@ position (step 0 is the first drafted token):
     step      0  1  2  3  4  5  6 ...
     stack     0  0  1  1  2  2  2 ...        three stacks, two positions each; the last one serves all later steps
 
-Training (`train.loss.unroll`) and decoding (`FeatureDrafting`) call the same five functions but differ in the keys that
-a query sees.
+Training (`models.chain_steps`) and decoding (`FeatureDrafting`) call the same five functions, but differ in the keys
+that a query sees.
 
 Shapes: B rows, T tokens, C columns, H hidden size, F captured states, W entry width, V target vocabulary, Vd draft
 vocabulary, b new slots, S slots of the round.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
-from typing_extensions import Self
 
 from draftsmith.models.draft_tree import Committed, Embedder
-from draftsmith.models.families import layer_configs, rotations, usable_positions
+from draftsmith.models.drafter_base import Drafter, DraftLayer
 from draftsmith.models.key_values import BufferKind, KeyValues, SlotTree
-from draftsmith.models.layers import Attention, GatedMLP, RmsNorm, grouped_attention, rotary
+from draftsmith.models.layers import grouped_attention
 from draftsmith.models.prompt import DecoderInputs
-from draftsmith.models.rotation import PLAIN, drafters_rotation
 from draftsmith.models.target_columns import Pictures, TargetColumns, TextColumns, columns_within
 from draftsmith.models.vocab import DraftVocab, cut_head_rows
-from draftsmith.recipes.errors import UserError
 
 
-@dataclass(frozen=True)
-class DrafterConfig:
-    """The shape of a drafter, as stored in its config.json."""
-
-    kind: ClassVar[str]
-    base: ClassVar[str | None] = None  # the kind that position specialists and vision-aware drafters extend
-    own_head: ClassVar[bool]  # whether the head is trained, or the target's
-
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int  # V, the target's
-    draft_vocab_size: int  # Vd
-    capture_layers: tuple[int, ...]
-    rms_norm_eps: float
-    max_position_embeddings: int
-    hidden_act: str = "silu"
-    rope_parameters: dict[str, Any] = field(default_factory=PLAIN.copy)  # `models.rotation`
-    embedding_scale: float = 1.0  # the target's (`Target.embedding_scale`)
-    num_layers: int = 1
-    attention_bias: bool = False
-
-    def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise UserError(
-                f"drafter.num_attention_heads: {self.num_attention_heads} query heads cannot share "
-                f"{self.num_key_value_heads} key/value heads evenly; change one of the two"
-            )
-
-    @classmethod
-    def for_target(
-        cls,
-        config: Any,
-        vocab_size: int,
-        capture_layers: tuple[int, ...],
-        draft_vocab_size: int,
-        num_attention_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        intermediate_size: int | None = None,
-        **own: Any,
-    ) -> Self:
-        """The shape that fits a target; arguments that are None take the target's value.
-
-        Args:
-            config: the target's text config; vocab_size: rows of its head.
-            own: further fields of the kind's config.
-        """
-        # Where layers differ, the drafter takes after one with full attention, which it has, too.
-        types = getattr(config, "layer_types", None) or []
-        layer = layer_configs(config)[types.index("full_attention") if "full_attention" in types else 0]
-        heads = num_attention_heads or layer.num_attention_heads
-        width = intermediate_size or getattr(layer, "intermediate_size", None)
-        if width is None:
-            raise UserError(
-                "drafter.intermediate_size: the target's config names no width of its MLPs; give one, for example "
-                f"{4 * config.hidden_size}"
-            )
-        positions = usable_positions(config)
-        # Of one set for each type of attention, the drafter takes that of its own type, full attention.
-        rope = (getattr(config, "rope_parameters", None) or {}).get("full_attention")
-        return cls(
-            hidden_size=config.hidden_size,
-            intermediate_size=width,
-            num_attention_heads=heads,
-            num_key_value_heads=num_key_value_heads or getattr(layer, "num_key_value_heads", None) or heads,
-            head_dim=getattr(layer, "head_dim", None) or config.hidden_size // layer.num_attention_heads,
-            vocab_size=vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            capture_layers=capture_layers,
-            rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
-            max_position_embeddings=positions,
-            rope_parameters=drafters_rotation(rope or next(iter(rotations(config)), PLAIN), positions),
-            **own,
-        )
-
-    @property
-    def cached_layers(self) -> int:
-        """Number of layers with keys and values."""
-        return self.num_layers
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"capture_layers": list(self.capture_layers)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        shape: dict[str, Any] = {**values, "capture_layers": tuple(values["capture_layers"])}
-        return cls(**shape)
-
-
-class DraftLayer(nn.Module):
-    """A decoder layer with attention over inputs of width `input_size`, which `enter` prepares."""
-
-    def __init__(self, config: DrafterConfig, input_size: int):
-        super().__init__()
-        size = config.hidden_size
-        heads, groups = config.num_attention_heads, config.num_key_value_heads
-        self.self_attn = Attention(input_size, size, heads, groups, config.head_dim, config.attention_bias)
-        self.post_attention_layernorm = RmsNorm(size, eps=config.rms_norm_eps)
-        self.mlp = GatedMLP(size, config.intermediate_size, config.hidden_act)
-
-    def enter(self, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(input of attention [..., input_size], residual stream [..., H])."""
-        raise NotImplementedError
-
-    def finish(self, residual: torch.Tensor, attended_BACD: torch.Tensor) -> torch.Tensor:
-        """Attention output and MLP on the residual stream: [B, C, H]."""
-        residual = residual + self.self_attn.output(attended_BACD)
-        return residual + self.mlp(self.post_attention_layernorm(residual))
-
-
-class UpperLayer(DraftLayer):
-    """An ordinary pre-norm decoder layer, above the first one of a stack."""
-
-    def __init__(self, config: DrafterConfig):
-        super().__init__(config, config.hidden_size)
-        self.input_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def enter(self, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.input_layernorm(entry), entry
-
-
-@dataclass(frozen=True)
-class FrozenHead:
-    """The target's head, for drafters that output the target's features."""
-
-    weight_VH: torch.Tensor
-    bias_V: torch.Tensor | None
-    scaled: Callable[[torch.Tensor], torch.Tensor]  # the family's scaling of logits (`families.scaled_logits`)
-
-
-class FeatureDrafter(nn.Module):
-    """A trainable drafter. It reads tokens as the target's embeddings (`models.prompt.DecoderInputs`)."""
-
-    def __init__(self, config: DrafterConfig, vocab: DraftVocab):
-        super().__init__()
-        if (vocab.size, vocab.target_vocab_size) != (config.draft_vocab_size, config.vocab_size):
-            raise ValueError(
-                f"draft vocabulary of {vocab.size} over {vocab.target_vocab_size} tokens, "
-                f"config says {config.draft_vocab_size} over {config.vocab_size}"
-            )
-        self.config = config
-        self._vocab = vocab
-        self.register_buffer("d2t", vocab.d2t.clone())
-        self.register_buffer("t2d", vocab.t2d.clone())
-        self.rotary = rotary(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+class FeatureDrafter(Drafter):
+    """A drafter that reads features: the target's, and behind them its own."""
 
     stacks: Sequence[Sequence[DraftLayer]]  # set by subclasses; not registered with `nn.Module`
 
@@ -203,25 +53,8 @@ class FeatureDrafter(nn.Module):
         return min(step // self.positions_per_stack, len(self.stacks) - 1)
 
     @property
-    def device(self) -> torch.device:
-        return self.stacks[0][0].post_attention_layernorm.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the residual stream."""
-        return self.stacks[0][0].post_attention_layernorm.weight.dtype
-
-    def round_weights(self, dtype: torch.dtype) -> None:
-        """Rounds the weights. Unlike `to`, it leaves the rotary frequencies alone, which far positions need in full."""
-        for parameter in self.parameters():
-            parameter.data = parameter.data.to(dtype)
-
-    @property
-    def vocab(self) -> DraftVocab:
-        """The draft vocabulary, on the drafter's device."""
-        if self._vocab.target_ids.device != self.device:
-            self._vocab = self._vocab.to(self.device)
-        return self._vocab
+    def draft_layers(self) -> Sequence[DraftLayer]:
+        return [layer for stack in self.stacks for layer in stack]
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
         """Target states [..., F] to features [..., H] in the residual stream's precision."""
@@ -245,19 +78,6 @@ class FeatureDrafter(nn.Module):
         """
         counts = [text.count for text in texts]  # for decoding, where each row is one text
         return TargetColumns(captured, following.embeddings, following.positions, counts)
-
-    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., H] to float32 logits over the draft vocabulary [..., Vd]."""
-        return self.head(None)(outputs)
-
-    def head(self, rows: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function like `logits` for the draft ids `rows` [n] only: [..., H] to float32 [..., n]. None: all ids."""
-        raise NotImplementedError
-
-    def head_loss(self, outputs: Sequence[torch.Tensor], loss: Callable[..., Any]) -> Any:
-        """`loss(read, weight, bias, scaled)` (`train.loss.head_loss`) over outputs [B, C, H] of each step, for losses
-        that never hold all logits at once."""
-        raise NotImplementedError
 
     def feedback(self, outputs: torch.Tensor) -> torch.Tensor:
         """Outputs [..., H] to the features of the columns drafted next [..., H]."""
@@ -290,36 +110,25 @@ class FeatureDrafting:
         self.capture_layers = drafter.config.capture_layers
         self.stacks = drafter.stacks
         self.first = [0, *accumulate(map(len, self.stacks))]  # buffers of stack s begin at first[s]
-        self.target: Embedder  # from the last `observe`
-        self.reset(0)
+        self.pictures: list[Pictures] = []
+        self.set_rows([])
+        # Of the round that the last `observe` began.
+        self.target: Embedder
+        self.newest_B1: torch.Tensor  # position of the newest committed column
+        self.context: tuple[torch.Tensor, ...]  # its context, which drafted columns share
+        self.outputs: torch.Tensor  # [B, slots, H] outputs of the round's columns, slot 0 first
+        self.slots: SlotTree
+        self.stack: int  # the one that made the newest outputs
+        self.drafted: list[tuple[torch.Tensor, ...]]  # of each expansion: entry [B, b, W], cos and sin [B, b, D]
 
-    def reset(self, rows: int) -> None:
-        config = self.drafter.config
-        kind = BufferKind(config.num_key_value_heads, config.head_dim, self.drafter.dtype, self.device)
-        self.columns = KeyValues([(kind, kind)] * self.first[-1], [0] * rows, capacity=512)
-        self.newest_B1 = torch.empty((0, 1), dtype=torch.long)  # position of the newest committed column
-        self.context: tuple[torch.Tensor, ...] = ()  # its context, which drafted columns share
-        self.pictures: list[Pictures] = [{} for _ in range(rows)]
-        self._new_round(torch.empty(rows, 0, config.hidden_size))
-
-    def admit(self, rows: int) -> None:
-        self.columns.admit([0] * rows)
-        self.pictures += [{} for _ in range(rows)]
-
-    def _new_round(self, outputs: torch.Tensor) -> None:
-        self.outputs = outputs  # [B, slots, H] outputs of the round's columns, slot 0 first
-        self.slots = SlotTree(len(outputs), self.device)
-        self.stack = 0  # the one that made the newest outputs
-        self.drafted: list[tuple[torch.Tensor, ...]] = []  # of each expansion: entry [B, b, W], cos and sin [B, b, D]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keeps these rows between rounds; drops the last round's drafted columns."""
-        self.columns.keep(rows)
-        if len(self.newest_B1) == len(self.pictures):  # else rows came since the last `observe`: the next one sets all
-            index = torch.tensor(rows, device=self.device)
-            self.newest_B1, self.context = self.newest_B1[index], tuple(each[index] for each in self.context)
-            self._new_round(self.outputs[index, :1])
-        self.pictures = [self.pictures[row] for row in rows]
+    def set_rows(self, kept: Sequence[int], new: int = 0) -> None:
+        if kept:
+            self.columns.set_rows(kept, [0] * new)
+        else:  # frees the buffers
+            config = self.drafter.config
+            kind = BufferKind(config.num_key_value_heads, config.head_dim, self.drafter.dtype, self.device)
+            self.columns = KeyValues([(kind, kind)] * self.first[-1], [0] * new, capacity=512)
+        self.pictures = [*(self.pictures[row] for row in kept), *({} for _ in range(new))]
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Keeps the columns of the first lengths[b] positions. Column t depends on no token behind t + 1."""
@@ -329,7 +138,6 @@ class FeatureDrafting:
             {token: picture for token, picture in pictures.items() if picture.first < length}
             for length, pictures in texts
         ]
-        self._new_round(self.outputs[:, :0])  # their outputs are unknown
 
     @torch.no_grad()
     def observe(self, committed: Committed) -> None:
@@ -393,7 +201,8 @@ class FeatureDrafting:
         else:
             keys, values = keys[:, :, : columns.lengths[0]], values[:, :, : columns.lengths[0]]
         attended = grouped_attention(last.self_attn.queries(x, cos, sin), keys, values, mask)
-        self._new_round(last.finish(residual, attended))
+        self.outputs = last.finish(residual, attended)
+        self.slots, self.stack, self.drafted = SlotTree(rows, self.device), 0, []
 
     @torch.no_grad()
     def root_log_probs(self) -> torch.Tensor:
@@ -426,6 +235,9 @@ class FeatureDrafting:
         self.outputs = torch.cat((self.outputs, h), dim=1)
         return self._log_probs(h)
 
+    def passes(self, levels: int) -> int:
+        return levels
+
     def _through(
         self,
         layer: DraftLayer,
@@ -453,8 +265,3 @@ class FeatureDrafting:
     def _log_probs(self, outputs: torch.Tensor) -> torch.Tensor:
         """Outputs [..., H] to log-probabilities [..., Vd]."""
         return functional.log_softmax(self.head(outputs), dim=-1)
-
-
-def layers_above(config: DrafterConfig) -> Iterator[UpperLayer]:
-    """New layers of a stack, from the second on."""
-    return (UpperLayer(config) for _ in range(config.num_layers - 1))

@@ -188,35 +188,35 @@ class KeyValues:
         for buffer, states in zip(self._views[layer], (keys, values), strict=True):
             buffer[row, :, : states.shape[2]] = states[0]
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keeps these rows, in this order, in place: rows that keep their index cost nothing."""
-        places = [place for place, row in enumerate(rows) if row != place]
+    def set_rows(self, kept: Sequence[int], new: Sequence[int] = ()) -> None:
+        """Keeps these rows, in this order, and adds rows behind them. Rows that keep their index cost nothing.
+
+        Args:
+            new: numbers of committed columns, for `fill` to write.
+        """
+        places = [place for place, row in enumerate(kept) if row != place]
         for kind, buffer in self._buffers.items():
-            kept = buffer[:, : len(rows)]
+            rows = buffer[:, : len(kept)]
             if places:
-                moved = [rows[place] for place in places]
+                moved = [kept[place] for place in places]
                 # Rows that move into gaps are copied one by one; where some trade places, all are read first.
                 states = buffer[:, :, :, : self.end]
                 if not set(moved).isdisjoint(places):
                     states = states.clone()
                 for place, row in zip(places, moved, strict=True):
-                    kept[:, place, :, : self.end] = states[:, row]
-                    kept[:, place, :, self.end : self._written] = 0  # another row may have left NaN there
-            self._buffers[kind] = kept
-        self.lengths = [self.lengths[row] for row in rows]
-        self._rebuilt(self.capacity)
-
-    def admit(self, lengths: Sequence[int]) -> None:
-        """Adds rows with these numbers of committed columns, for `fill` to write."""
-        before, rows = len(self.lengths), len(self.lengths) + len(lengths)
-        if any(rows > buffer.shape[1] for buffer in self._allocated.values()):
-            self._allocate(rows, self.capacity)
+                    rows[:, place, :, : self.end] = states[:, row]
+                    rows[:, place, :, self.end : self._written] = 0  # another row may have left NaN there
+            self._buffers[kind] = rows
+        self.lengths = [self.lengths[row] for row in kept]
+        before, count = len(self.lengths), len(self.lengths) + len(new)
+        if any(count > buffer.shape[1] for buffer in self._allocated.values()):
+            self._allocate(count, self.capacity)
         for kind, buffer in self._allocated.items():
-            buffer[:, before:rows, :, : self._written] = 0  # another row may have left NaN there
-            self._buffers[kind] = buffer[:, :rows]
-        self.lengths += lengths
+            buffer[:, before:count, :, : self._written] = 0  # another row may have left NaN there
+            self._buffers[kind] = buffer[:, :count]
+        self.lengths += new
         self._rebuilt(self.capacity)
-        self.reserve(max(self.lengths))
+        self.reserve(max(self.lengths, default=0))
 
     def reserve(self, columns: int) -> None:
         """Makes room for so many columns, slots included."""
@@ -269,7 +269,3 @@ class SlotTree:
             new[:] = self._seen[torch.arange(rows, device=new.device)[:, None], parent_slots_Bb]
         new[:, :, before : self.count].diagonal(dim1=1, dim2=2).fill_(True)
         return new[:, :, : self.count]
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """Keeps these rows [B'], in this order."""
-        self._seen = self._seen[rows]

@@ -10,7 +10,7 @@ from draftsmith.models.blocked import block_layers, block_linears
 from draftsmith.models.causal_lm import check_vocabulary, load_draft_model
 from draftsmith.models.checkpoint import load_drafter, provenance, read_drafter_config
 from draftsmith.models.costs import hardware
-from draftsmith.models.feature_drafter import FeatureDrafter
+from draftsmith.models.drafter_base import Drafter
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
@@ -39,7 +39,7 @@ class LoadedModels:
         # Decoding captures the layers that each proposer reads. The target's own list is for training.
         self.target = files.load(capture_layers=(0,))
         block_linears(self.target.layers)
-        self.drafters: dict[tuple[Path, str | None], FeatureDrafter] = {}  # by directory and a hierarchy's small model
+        self.drafters: dict[tuple[Path, str | None], Drafter] = {}  # by directory and a hierarchy's small model
         self.draft_models: dict[str, tuple[TargetFiles, Target]] = {}  # by their section
         self.precisions: dict[str | None, LoadedModels] = {}
         self.neighbours: dict[tuple[str, int], torch.Tensor] = {}  # LANTERN's tables, by their source and number
@@ -67,7 +67,7 @@ class LoadedModels:
             "made": provenance(files or {}) | {"date": now, "hardware": hardware(self.target.device)},
         }
 
-    def drafter(self, directory: Path, small: TargetSection | None = None) -> FeatureDrafter:
+    def drafter(self, directory: Path, small: TargetSection | None = None) -> Drafter:
         """A drafter of the target; of `small`, a hierarchy's small model, where that is given."""
         key = directory, small and small.model_dump_json()
         if key not in self.drafters:

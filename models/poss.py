@@ -29,23 +29,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from draftsmith.models.drafter_base import DrafterConfig, DraftLayer
 from draftsmith.models.eagle import EagleConfig, EagleDrafter, EagleLayer
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Layer
-from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, FeatureDrafter
+from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.recipes.errors import UserError
-
-
-def specialists_of(tensors: Mapping[str, torch.Tensor], config: DrafterConfig) -> dict[str, torch.Tensor]:
-    """Turns a single-layer drafter's checkpoint into one of specialists, each with a copy of that layer."""
-    first = "midlayer." if config.base == "eagle3" else "layers.0."
-    result: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.startswith(first):
-            own = name.removeprefix(first)
-            result |= {f"specialists.{i}.{own}": tensor.clone() for i in range(config.cached_layers)}
-        else:
-            result[name] = tensor
-    return result
 
 
 @dataclass(frozen=True)
@@ -98,6 +86,21 @@ class Specialists(FeatureDrafter):
     @property
     def positions_per_stack(self) -> int:
         return self.config.positions_per_specialist
+
+    def adapted(self, tensors: Mapping[str, torch.Tensor], given: DrafterConfig) -> dict[str, torch.Tensor]:
+        """Of a single-layer drafter, each specialist gets a copy of that layer."""
+        tensors = super().adapted(tensors, given)
+        if isinstance(given, SpecialistsConfig):
+            return tensors
+        first = "midlayer." if self.config.base == "eagle3" else "layers.0."
+        result: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if name.startswith(first):
+                own = name.removeprefix(first)
+                result |= {f"specialists.{i}.{own}": tensor.clone() for i in range(self.config.specialists)}
+            else:
+                result[name] = tensor
+        return result
 
 
 class PossDrafter(Specialists, EagleDrafter):

@@ -14,7 +14,7 @@ from typing import Any
 from draftsmith.recipes.errors import UserError
 
 # The settings of each kind that all engines with this kind read.
-KINDS: dict[str, tuple[str, ...]] = {
+ROTATIONS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -35,12 +35,12 @@ def drafters_rotation(target: Mapping[str, Any], positions: int) -> dict[str, An
     Raises:
         UserError: a setting of the kind is null.
     """
-    kind = target["rope_type"] if target["rope_type"] in KINDS else "default"
+    kind = target["rope_type"] if target["rope_type"] in ROTATIONS else "default"
     if kind == "yarn" and target["factor"] is None:
         target = {**target, "factor": positions / target["original_max_position_embeddings"]}
-    if missing := [key for key in KINDS[kind] if key not in OPTIONAL and target.get(key) is None]:
+    if missing := [key for key in ROTATIONS[kind] if key not in OPTIONAL and target.get(key) is None]:
         raise UserError(f"target.model: its config says null for {missing[0]}, which {kind} rotary scaling needs")
-    return _described(kind, target, KINDS[kind])
+    return _described(kind, target, ROTATIONS[kind])
 
 
 def checked_rotation(given: Mapping[str, Any], positions: int) -> dict[str, Any]:
@@ -53,12 +53,14 @@ def checked_rotation(given: Mapping[str, Any], positions: int) -> dict[str, Any]
         ValueError: no drafter here rotates so.
     """
     kind, part = given.get("rope_type"), given.get("partial_rotary_factor")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ValueError(f"rope_type is {kind!r}; drafters here rotate by {', '.join(KINDS)}, the same at every length")
+    if not isinstance(kind, str) or kind not in ROTATIONS:
+        raise ValueError(
+            f"rope_type is {kind!r}; drafters here rotate by {', '.join(ROTATIONS)}, the same at every length"
+        )
     if part not in (None, 1.0):
         raise ValueError(f"partial_rotary_factor is {part!r}; drafters here rotate whole heads")
     given = {"original_max_position_embeddings": positions, **given}
-    return _described(kind, given, (*KINDS[kind], *RARE.get(kind, ())))
+    return _described(kind, given, (*ROTATIONS[kind], *RARE.get(kind, ())))
 
 
 def _described(kind: str, given: Mapping[str, Any], settings: tuple[str, ...]) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from transformers import DynamicCache
 from draftsmith.models.alignment import Documents
 from draftsmith.models.digests import combined_digest
 from draftsmith.models.document_attention import document_attention
+from draftsmith.models.drafter_base import FrozenHead
 from draftsmith.models.families import AttentionKinds, scaled_logits
-from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Insert, PlacedInsert, PlacedRows
 from draftsmith.models.target_session import TargetSession, behind
 from draftsmith.models.target_trials import (

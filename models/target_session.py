@@ -115,7 +115,7 @@ class TargetSession:
             last, states = self._forward(**self._asked_in_a_group([Prompt.of(prompts[i]) for i in group]))
             layers: list[Any] = self.cache.layers
             if number == 0 and self.buffers.kinds:
-                self.buffers.admit(lengths)
+                self.buffers.set_rows(range(before), lengths)
                 self.buffers.reserve(max(lengths) + room)
             elif number == 0:
                 kinds = [
@@ -220,7 +220,7 @@ class TargetSession:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps these rows only, in this order."""
-        self.buffers.keep(rows)
+        self.buffers.set_rows(rows)
         self._inserts = [self._inserts[row] for row in rows]
         self._moved()
 

@@ -45,9 +45,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from draftsmith.models.drafter_base import DrafterConfig, FrozenHead
 from draftsmith.models.eagle import EagleConfig, EagleDrafter
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
+from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.poss import Poss3Config, Poss3Drafter, PossConfig, PossDrafter
 from draftsmith.models.prompt import DecoderInputs
 from draftsmith.models.target_columns import SeenPicture, TargetColumns, TextColumns, columns_of_picture
@@ -60,6 +61,7 @@ class VisionConfig(DrafterConfig):
     """The fields that ViSpec adds to its base's config."""
 
     kind = "vispec"
+    reads_pictures = True
 
     compressed_tokens: int = field(default=1, metadata={"least": 0})  # Q
     global_vector: bool = True  # False: g is 0, an ablation
@@ -235,10 +237,12 @@ class VisionDrafter(FeatureDrafter):
             places = columns_of_picture(token, length, self.config.compressed_tokens)
             text.pictures[token] = SeenPicture(*places, vectors)
 
-
-def with_vision(tensors: Mapping[str, torch.Tensor], drafter: VisionDrafter) -> dict[str, torch.Tensor]:
-    """A text drafter's checkpoint with this drafter's own adaptor and projection."""
-    return {**tensors, **{name: own for name, own in drafter.state_dict().items() if name.startswith("img_")}}
+    def adapted(self, tensors: Mapping[str, torch.Tensor], given: DrafterConfig) -> dict[str, torch.Tensor]:
+        """A text drafter gets this drafter's adaptor and projection."""
+        tensors = super().adapted(tensors, given)
+        if isinstance(given, VisionConfig):
+            return tensors
+        return {**tensors, **{name: own for name, own in self.state_dict().items() if name.startswith("img_")}}
 
 
 class VispecDrafter(VisionDrafter, EagleDrafter):

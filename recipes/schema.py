@@ -372,9 +372,6 @@ class DrafterSection(Section):
     specialists: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
     """For poss and vispec: number of specialists; the last one also drafts all later positions. Default: 4. If neither
     this key nor positions_per_specialist is set, vispec has no specialists."""
-    match_specialists: int | None = Field(default=None, ge=2, le=MOST_SPECIALISTS)
-    """For eagle and eagle3: widen the MLP of a single drafter until it has as many parameters as this many specialists,
-    the baseline that position specialists must beat. intermediate_size is then the width of one specialist."""
     compressed_tokens: int | None = Field(default=None, ge=0, le=MOST_COMPRESSED)
     """For vispec: tokens that stand for a picture in the drafter's input. Default: 1. With 0 and global_vector: false,
     the drafter sees nothing of a picture; a drafter of kind eagle or eagle3 sees all of its tokens."""
@@ -406,10 +403,10 @@ class DrafterSection(Section):
     init_head: Literal["random", "target"] = "random"
     """Initial weights of EAGLE-3's head. `random`; `target`: the target's rows (for short runs)."""
     init_from: str | None = None
-    """Trained drafter to start from, named as in eval.drafter: one of the same shape (its MLP may be narrower), or for
-    poss and vispec a single drafter of the base. Every specialist then starts from that layer; vispec adds its adaptor
-    to it. Vispec with specialists may also start from a drafter of kind poss, or from vispec without specialists. The
-    draft vocabulary is taken from that drafter, so vocab_size may be left out."""
+    """Trained drafter to start from, named as in eval.drafter: one of the same shape, or for poss and vispec a single
+    drafter of the base. Every specialist then starts from that layer; vispec adds its adaptor to it. Vispec with
+    specialists may also start from a drafter of kind poss, or from vispec without specialists. The draft vocabulary is
+    taken from that drafter, so vocab_size may be left out."""
     lora: LoraSection | None = None
     """Train low-rank matrices on top of the frozen weights of init_from, instead of all weights."""
 
@@ -419,7 +416,7 @@ class DrafterSection(Section):
         owners = [
             (("base", "positions_per_specialist", "specialists"), based, "drafters of kind poss and vispec"),
             (("compressed_tokens", "global_vector"), self.kind == "vispec", "drafters of kind vispec"),
-            (("match_specialists", "num_layers"), not based, "drafters of kind eagle and eagle3"),
+            (("num_layers",), not based, "drafters of kind eagle and eagle3"),
             (("capture_layers", "fc_norm", "norm_output", "init_head"), extends == "eagle3", "EAGLE-3's drafters"),
             (("fc_bias",), extends == "eagle", "EAGLE-1's drafters"),
         ]
@@ -523,11 +520,6 @@ class TrainSection(Section):
     ttt_steps: Annotated[int, Field(ge=1, le=MOST_SPECIALISTS**2)] = 7
     """Unroll steps: the depth of the chains trained on. Default: 7 for eagle3, 1 for eagle (more is HASS),
     positions_per_specialist * specialists with specialists, else 2 for vispec, but 7 over eagle3."""
-    unroll: Literal["chains", "passes"] = "chains"
-    """`chains`: as in drafting, a step reads drafted features below its chain's root and the target's features before
-    it. `passes`: each step runs over all columns, and every column reads what the previous step drafted, even in
-    prompts and after pictures (ViSpec's code). It costs more, and trains what drafting does not compute. Not for
-    specialists."""
     step_weight: StepWeight = 0.8
     """The loss of unroll step k is weighted by step_weight**k. A list gives each step's weight. `acceptance` weights
     each step of each chain by its gain in decoding (train/loss/step_weights.py); a better drafter may then have a
@@ -1204,8 +1196,6 @@ class Recipe(Section):
             problems.append(
                 f"train.detach_features: specialists, but kind {drafter.kind} has none: set it to true (HASS) or false"
             )
-        if train.unroll == "passes" and drafter.specialised:
-            problems.append("train.unroll: passes know no position specialists: set it to chains, or leave it out")
         first = (drafter.specialist_count - 1) * drafter.positions  # drafted by the last specialist, counted from 0
         if drafter.specialised and train.ttt_steps <= first:
             problems.append(

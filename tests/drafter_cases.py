@@ -1,7 +1,7 @@
 """Small drafters of every kind and variant with random weights, and rows to unroll them on."""
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from draftsmith.models.alignment import Columns, Documents, columns_of
 from draftsmith.models.draft_tree import Committed
+from draftsmith.models.drafter_base import Drafter
 from draftsmith.models.drafters import build_drafter, config_class
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.prompt import DecoderInputs
@@ -34,7 +35,6 @@ class Case:
     weights: LossWeights
     step_weight: StepWeight = 1.0
     draft_tokens: int | None = None  # None: the whole vocabulary
-    whole_passes: bool = False
 
 
 EAGLE = LossWeights(token=0.1, feature=1.0)
@@ -82,7 +82,6 @@ CASES: dict[str, Case] = {
     "eagle3, norm_output": _eagle3(8, norm_output=True),
     "eagle3.1": _eagle3(3, draft_tokens=36, step_weight="acceptance", fc_norm=True, norm_output=True),
     "eagle3, hybrid and rank": _eagle3(3, draft_tokens=36, weights=HYBRID),
-    "eagle3, whole passes": replace(_eagle3(3, draft_tokens=36, norm_output=True), whole_passes=True),
     "eagle3, two layers": _eagle3(4, num_layers=2, attention_bias=True),
     "poss-1": _poss(5, 1, 3),
     "poss-2": _poss(6, 2, 2),
@@ -119,6 +118,7 @@ def drafter_of(case: Case, seed: int = 1) -> FeatureDrafter:
     own = {"intermediate_size": 24, **case.own}
     config = shape.for_target(target.config, VOCAB_SIZE, layers, vocab.size, **own)
     drafter = build_drafter(config, vocab, target.frozen_head)
+    assert isinstance(drafter, FeatureDrafter)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             if "norm" in name:
@@ -140,28 +140,27 @@ def make_rows(lengths: list[int], seed: int = 2) -> tuple[torch.Tensor, torch.Te
     return ids, span
 
 
-def states_of(drafter: FeatureDrafter, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def states_of(drafter: Drafter, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(captured [B, T, F], last [B, T, H]) of the target."""
     states = small_target().states(ids, drafter.config.capture_layers)
     return states.captured, states.last
 
 
-def embedder_of(drafter: FeatureDrafter) -> Target:
+def embedder_of(drafter: Drafter) -> Target:
     """The target, its embeddings scaled as the drafter's config says of it."""
     target = copy.copy(small_target())
     target.embedding_scale = drafter.config.embedding_scale
     return target
 
 
-def inputs_of(drafter: FeatureDrafter, ids: torch.Tensor, documents: Documents | None = None) -> DecoderInputs:
+def inputs_of(drafter: Drafter, ids: torch.Tensor, documents: Documents | None = None) -> DecoderInputs:
     """What drafters are handed of these tokens."""
     positions = None if documents is None else documents.position
     return embedder_of(drafter).inputs(ids, positions, dtype=drafter.dtype)
 
 
 def trainee_of(case: Case, drafter: FeatureDrafter, checkpointing: bool = False) -> TrainingTimeTest:
-    how = checkpointing, case.weights, case.detach, None, case.whole_passes
-    return TrainingTimeTest(drafter, case.steps, case.step_weight, *how)
+    return TrainingTimeTest(drafter, case.steps, case.step_weight, checkpointing, case.weights, case.detach)
 
 
 def sums_of(trainee: TrainingTimeTest, ids: torch.Tensor, span: torch.Tensor) -> UnrollSums:
@@ -172,7 +171,7 @@ def sums_of(trainee: TrainingTimeTest, ids: torch.Tensor, span: torch.Tensor) ->
     return trainee(captured, inputs_of(trainee.drafter, ids), columns, teacher)
 
 
-def gradients(drafter: FeatureDrafter) -> dict[str, torch.Tensor]:
+def gradients(drafter: Drafter) -> dict[str, torch.Tensor]:
     """Of the parameters that have one; they are taken away from them."""
     found = {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
     drafter.zero_grad()
@@ -198,7 +197,7 @@ def chain_of(
     The columns up to the root come in two portions, as rounds deliver them.
     """
     drafting, target = FeatureDrafting(drafter), embedder_of(drafter)
-    drafting.reset(1)
+    drafting.set_rows([], 1)
     if column > 0:
         drafting.observe(Committed(target, [ids[: column + 1]], captured_TF[None, :column], [column]))
     drafting.observe(Committed(target, [ids[: column + 2]], captured_TF[None, column : column + 1], [1]))

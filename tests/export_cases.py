@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from draftsmith.models.checkpoint import save_drafter
+from draftsmith.models.drafter_base import Drafter
 from draftsmith.models.drafters import build_drafter, config_class
 from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.formats.exporting import Source
@@ -59,6 +60,7 @@ def drafter_named(name: str, states: tuple[int, ...] = STATES, **overrides: Any)
     own = {"intermediate_size": 24, "embedding_scale": target.embedding_scale, **own}
     config = shape.for_target(target.config, VOCAB_SIZE, layers, vocab.size, **own)
     drafter = build_drafter(config, vocab, target.frozen_head)
+    assert isinstance(drafter, FeatureDrafter)
     with torch.no_grad():
         for parameter_name, parameter in drafter.named_parameters():
             if "norm" in parameter_name or "bias" in parameter_name:
@@ -74,7 +76,7 @@ def save_target(directory: Path, **overrides: Any) -> Path:
     return directory
 
 
-def trained(directory: Path, target_dir: Path | str, drafter: FeatureDrafter, **overrides: Any) -> Source:
+def trained(directory: Path, target_dir: Path | str, drafter: Drafter, **overrides: Any) -> Source:
     """A checkpoint as training writes it."""
     target = target_of(**overrides)
     files = files_of(target, str(target_dir))

@@ -101,7 +101,9 @@ def untaught(kind: str, target: Target, vocab: DraftVocab | None = None) -> Feat
     section = section.model_copy(update={"capture_layers": list(target.capture_layers)})
     shape = replace(drafter_shape(section, target.config), embedding_scale=target.embedding_scale)
     torch.manual_seed(3)
-    return build_drafter(shape, vocab, target.frozen_head)
+    drafter = build_drafter(shape, vocab, target.frozen_head)
+    assert isinstance(drafter, FeatureDrafter)
+    return drafter
 
 
 def taught_of_kind(

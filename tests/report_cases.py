@@ -43,7 +43,7 @@ def generation(chance: random.Random, length: int, drafts: bool, name: str, benc
         tokens += accepted[-1] + 1
     cut = tokens > length
     out = Generation([1, 2, 3], list(range(length)), accepted, cut, [9 if drafts else 1] * len(accepted))
-    out.draft_calls = [4 * drafts] * len(accepted)
+    out.draft_calls = out.tried = [4 * drafts] * len(accepted)
     out.decode_seconds = 0.01 * len(accepted) + 1e-4
     out.draft_seconds, out.verify_seconds = 0.3 * out.decode_seconds, 0.6 * out.decode_seconds
     out.benchmark, out.conversation_id, out.turn = benchmark, name, turn

@@ -55,14 +55,11 @@ class Scripted:
         self.vocab = DraftVocab(torch.arange(size) * 2 + 1, size * 2 + 2)
         self.seen: list[Any] = []
 
-    def reset(self, rows: int) -> None:
-        self.seen.append(("reset", rows))
+    def set_rows(self, kept: Sequence[int], new: int = 0) -> None:
+        self.seen.append(("rows", kept, new))
 
-    def admit(self, rows: int) -> None:
-        self.seen.append(("admit", rows))
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.tables = [self.tables[row] for row in rows]
+    def passes(self, levels: int) -> int:
+        return levels
 
     def rollback(self, lengths: Sequence[int]) -> None:
         raise AssertionError("nothing is rolled back here")

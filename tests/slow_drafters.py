@@ -143,27 +143,6 @@ class SlowDrafter:
             outputs.append(self.through(last, states, positions, places[-1:])[places[-1]])
         return outputs
 
-    def passes(
-        self, captured: torch.Tensor, ids: list[int], steps: int, detach: bool | str
-    ) -> list[dict[int, torch.Tensor]]:
-        """Outputs of all columns at each of the whole passes, by position. From the second pass on, a column reads as
-        its feature what the column before it put out in the pass before; the first column reads the target's.
-        """
-        states, positions = self.known(captured, ids, len(ids) - 2)
-        outputs: list[dict[int, torch.Tensor]] = []
-        for _ in range(steps):
-            inputs: list[Any] = list(states)
-            for i in range(1, len(states) if outputs else 0):
-                feature = self.feedback(outputs[-1][positions[i - 1]])
-                if states[i][0] is not None:  # not a compressed token
-                    seen = self.seeing(feature.detach() if detach else feature, ids, positions[i])
-                    inputs[i] = seen, ids[positions[i] + 1]
-            for layer in self.stacks[0]:
-                found = self.through(layer, inputs, positions, list(range(len(inputs))))
-                inputs = [found[i] for i in range(len(inputs))]
-            outputs.append(dict(zip(positions, inputs, strict=True)))
-        return outputs
-
     def known(self, captured: torch.Tensor, ids: list[int], column: int) -> tuple[list[Any], list[int]]:
         """Inputs and positions of columns 0 .. column, made from the target's states."""
         return [(self.fuse(captured[t]), ids[t + 1]) for t in range(column + 1)], list(range(column + 1))
@@ -254,23 +233,19 @@ def slow_loss(
     Args:
         captured, target_logits, target_features: of each row, [T, ...].
         chosen: target ids of the draft vocabulary, ascending.
-        settings: steps, step_weight, detach, whole_passes and weights of the loss (`LossWeights`).
+        settings: steps, step_weight, detach and weights of the loss (`LossWeights`).
     """
     steps, weights = settings.steps, settings.weights
     loss = torch.zeros((), dtype=torch.float64)
     reached, trained, correct = [0] * steps, [0] * steps, [0] * steps
     for b, row in enumerate(ids):
-        passes = drafter.passes(captured[b], row, steps, settings.detach) if settings.whole_passes else []
         for t in range(len(row)):
             depth = sum(counted(spans[b], t, k) for k in range(steps))
             if depth == 0:
                 continue
             ones: dict[int, torch.Tensor] = {}  # losses of this chain by step
             accepted = [0.0] * depth
-            if settings.whole_passes:
-                outputs = [passes[k][t + k] for k in range(depth)]
-            else:
-                outputs = drafter.chain(captured[b], row, t, depth, settings.detach)
+            outputs = drafter.chain(captured[b], row, t, depth, settings.detach)
             for k, output in enumerate(outputs):
                 if any(token not in chosen for token in row[t + 2 : t + 2 + k]):
                     break  # no chain gets here

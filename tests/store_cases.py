@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from draftsmith.data_gen import capture as script
 from draftsmith.data_gen.states.manifest import StoreManifest
-from draftsmith.data_gen.states.store_plan import layers_of
 from draftsmith.data_gen.training_rows.rows import TrainingRow, usable_rows
+from draftsmith.models.drafters import states_read
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
@@ -91,7 +91,7 @@ def rows_of(recipe: Recipe) -> list[TrainingRow]:
 
 def target_of(recipe: Recipe) -> Target:
     model = TargetFiles(recipe.target).load_model()
-    return Target(model, layers_of(recipe, model.config))
+    return Target(model, states_read(recipe.drafter, model.config.num_hidden_layers))
 
 
 def files_of(directory: Path) -> dict[str, bytes]:

@@ -52,7 +52,7 @@ def test_log_probs_equal_a_plain_forward_over_every_path(
         torch.testing.assert_close(ours.double(), expected, rtol=0, atol=2e-5)
 
     committed = [[chance.randrange(5, 320) for _ in range(length)] for length in lengths]
-    drafting.reset(len(committed))
+    drafting.set_rows([], len(committed))
     fed: list[int] = []
     most_missing = 0
     lm.decoder.register_forward_pre_hook(
@@ -93,7 +93,7 @@ def test_log_probs_equal_a_plain_forward_over_every_path(
             missing.append(len(committed[row]) - held)
         if round_number == 4 and len(committed) > 1:
             going = [2, 0]
-            drafting.keep(going)
+            drafting.set_rows(going)
             committed = [committed[row] for row in going]
             missing = [missing[row] for row in going]
         most_missing = max(missing)
@@ -119,9 +119,6 @@ def test_drafted_slots_see_their_ancestors_and_themselves(rows: int, counts: lis
             assert [[set((s.nonzero().flatten() + 1).tolist()) for s in row] for row in seen] == [
                 line[-count:] for line in lines
             ]
-        if depth == 2 and rows == 3:
-            slots.keep(torch.tensor([2, 0]))
-            rows, lines, levels = 2, [lines[2], lines[0]], [levels[2], levels[0]]
 
 
 def test_learned_positions_end_and_drafting_does_not_fall_over_their_edge() -> None:

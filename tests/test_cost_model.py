@@ -96,7 +96,7 @@ def test_the_speed_up_is_the_formula_s(seed: int) -> None:
         tokens = list(range(1 + sum(accepted) + len(accepted)))
         nodes, calls = ([draw.randint(1, most) for _ in accepted] for most in (20, 5))
         generations.append(
-            Generation([1, 2], tokens, accepted, last_round_cut=False, tree_nodes=nodes, draft_calls=calls)
+            Generation([1, 2], tokens, accepted, last_round_cut=False, tree_nodes=nodes, draft_calls=calls, tried=calls)
         )
     expected = predicted(costs, tree, generations)
     plain = predicted(costs, None, [plain_rounds(RecordedAnswer(g.prompt_token_ids, g.token_ids)) for g in generations])
@@ -189,14 +189,9 @@ class SlowProposer:
     def __init__(self, clock: Clock):
         self.clock = clock
 
-    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.rows, self.reads, self.rounds = rows, 7.0, 0
-
-    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        raise AssertionError("no answer begins while costs are measured")
-
-    def keep(self, rows: Sequence[int]) -> None:
-        raise AssertionError("no answer ends while costs are measured")
+    def set_rows(self, kept: Sequence[int], new: int = 0, draws: Sequence[Draws] | None = None) -> None:
+        assert not kept, "no answer begins beside others, or ends before them, while costs are measured"
+        self.rows, self.reads, self.rounds = new, 7.0, 0
 
     def rollback(self, lengths: Sequence[int]) -> None:
         raise AssertionError("nothing is rolled back here")

@@ -46,15 +46,12 @@ class Oracle:
         self.answers, self.prompts, self.nodes, self.spoil = answers, prompts, nodes, spoil
         self.features: list[list[torch.Tensor]] = []  # of each row, those that are done included
 
-    def reset(self, rows: int, draws: object = None) -> None:
-        self.features = [[] for _ in range(rows)]
-        self.live = list(range(rows))
-
-    def admit(self, rows: int, draws: object = None) -> None:
-        raise AssertionError("no answer waits for another's row")
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.live = [self.live[row] for row in rows]
+    def set_rows(self, kept: Sequence[int], new: int = 0, draws: object = None) -> None:
+        if new:
+            assert not kept, "no answer waits for another's row"
+            self.features, self.live = [[] for _ in range(new)], list(range(new))
+        else:
+            self.live = [self.live[row] for row in kept]
 
     def rollback(self, lengths: Sequence[int]) -> None:
         raise AssertionError("nothing is rolled back here")
@@ -413,7 +410,7 @@ def test_pruning_leaves_the_shallower_nodes_and_nothing_drawn_from_new_leaves() 
 def test_prompt_lookup_continues_the_latest_longest_match() -> None:
     lookup = PromptLookup(3, torch.device("cpu"))
     tokens = [1, 2, 3, 50, 9, 2, 3, 60, 61, 62, 1, 2, 3]
-    lookup.reset(2)
+    lookup.set_rows([], 2)
     lookup.observe(Committed(unasked_target(99), [tokens[:7], [5, 6]], None, [6, 1]))
     lookup.observe(Committed(unasked_target(99), [tokens, [5, 6, 7]], None, [6, 1]))
     tree, calls = lookup.propose()
@@ -421,7 +418,7 @@ def test_prompt_lookup_continues_the_latest_longest_match() -> None:
     assert tree.tokens[0].tolist() == [3, 50, 9, 2]  # (1, 2, 3) beats the later (2, 3)
     assert tree.sizes is not None
     assert tree.sizes.tolist() == [4, 1]  # nothing to copy: a round of plain decoding
-    lookup.keep([1])
+    lookup.set_rows([1])
     assert lookup.propose()[0].tokens.tolist() == [[7]]
 
 

@@ -50,7 +50,7 @@ def test_a_cut_drafts_from_the_cut_logits_renormalised(trained: int | None, rows
     committed = [[chance.randrange(5, 320) for _ in range(count + 1)] for count in counts]
     drafting, whole = FeatureDrafting(drafter, part), FeatureDrafting(drafter)
     for each in (drafting, whole):
-        each.reset(rows)
+        each.set_rows([], rows)
         each.observe(Committed(target, committed, features, counts))
     assert drafting.vocab.same_as(part)
 

@@ -93,7 +93,7 @@ def test_a_small_target_with_its_drafter_proposes_to_a_larger_one() -> None:
         # The small target's own tokens, and the trees of a drafter that was never rolled back.
         assert chain == greedy(small, text, len(chain))
         alone = Recording(small, FeatureDrafting(drafter))
-        alone.reset(1)
+        alone.set_rows([], 1)
         alone.observe(Committed(large, [text], None, [len(text) - 1]))
         alone.propose()
         assert alone.proposed == [(text, chain, trees)]

@@ -93,8 +93,6 @@ def test_features_are_detached_between_specialists_where_there_are_some(write):
     load_recipe(write(SMALLEST + "drafter: {kind: poss}\ntrain: {detach_features: specialists}\n"))
     (problem,) = problems_of(write(SMALLEST + "train: {detach_features: specialists}\n"))
     assert "`train.detach_features`: specialists, but kind eagle3 has none: set it to true (HASS) or false" in problem
-    (problem,) = problems_of(write(SMALLEST + "drafter: {kind: poss}\ntrain: {unroll: passes}\n"))
-    assert "`train.unroll`: passes know no position specialists" in problem
     (problem,) = problems_of(write(SMALLEST + "train: {detach_features: sometimes}\n"))
     assert "train.detach_features" in problem and "specialists" in problem
 
@@ -109,7 +107,6 @@ def test_features_are_detached_between_specialists_where_there_are_some(write):
         ("kind: eagle, base: eagle3", "base`: it only works in drafters of kind poss and vispec, and kind is eagle"),
         ("kind: poss, global_vector: false", "global_vector`: it only works in drafters of kind vispec, and kind is"),
         ("kind: poss, num_layers: 2", "num_layers`: it only works in drafters of kind eagle and eagle3, and kind is"),
-        ("kind: poss, match_specialists: 2", "match_specialists`: it only works in drafters of kind eagle and eagle3"),
         ("kind: eagle, fc_norm: true", "fc_norm`: it only works in EAGLE-3's drafters, and kind is eagle: leave it"),
         ("kind: eagle, init_head: target, init_from: x", "init_head`: it only works in EAGLE-3's drafters"),
         ("kind: poss, base: eagle3, fc_bias: false", "fc_bias`: it only works in EAGLE-1's drafters, and kind is"),

@@ -254,7 +254,7 @@ def test_every_specialist_starts_from_the_single_layer(
     """At its first position a fresh PosS drafts as the single drafter does; at the later ones, too."""
     target, identity = loaded
     single_dir = saved(tmp_path / "single", single, loaded)
-    before = load_drafter(single_dir, target, identity, read_drafter_config(single_dir)[0].capture_layers)
+    before: Any = load_drafter(single_dir, target, identity, read_drafter_config(single_dir)[0].capture_layers)
     drafter = untaught(specialists, target)
     untrained = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     start_from(single_dir, drafter, identity)
@@ -273,7 +273,7 @@ def distributions(drafter: FeatureDrafter, target: Target, cut: DraftVocab | Non
     """What a drafter says along a chain of five tokens behind a prompt: [5, Vd]."""
     prompt, chain = [11, 12, 13, 14], [21, 22, 23, 24]
     drafting: Drafting = FeatureDrafting(drafter, cut)
-    drafting.reset(1)
+    drafting.set_rows([], 1)
     captured = target.states(torch.tensor([prompt]), drafter.config.capture_layers).captured
     drafting.observe(Committed(target, [[*prompt, 7]], captured, [len(prompt)]))
     said = [drafting.root_log_probs()[0]]

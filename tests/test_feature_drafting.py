@@ -66,7 +66,7 @@ def test_several_rounds(name: str, rows: int) -> None:
     captured, _ = states_of(drafter, ids)
     texts, read = [row.tolist() for row in ids], [3, 9, 5][:rows]  # tokens of each text; those known, the root included
     drafting = FeatureDrafting(drafter)
-    drafting.reset(rows)
+    drafting.set_rows([], rows)
     new = [count - 1 for count in read]
     for _round in range(4):
         features = torch.full((len(texts), max(new), captured.shape[2]), 1e3)
@@ -89,8 +89,7 @@ def test_several_rounds(name: str, rows: int) -> None:
         new = [a + 1 for a in accepted]
         read = [done + count for done, count in zip(read, new, strict=True)]
         if rows > 1 and _round == 1:
-            drafting.keep([2, 0])
-            drafting.admit(1)
+            drafting.set_rows([2, 0], 1)
             texts, captured = [texts[2], texts[0], texts[1]], captured[[2, 0, 1]]
             read, new = [read[2], read[0], 36], [new[2], new[0], 35]
             assert 2 * sum(new) < len(new) * max(new)
@@ -129,7 +128,7 @@ def test_a_trees_distributions_are_those_of_its_paths_as_chains(name: str, tree:
     ids, _ = make_rows([16, 13][:rows])
     captured, _ = states_of(drafter, ids)
     drafting = FeatureDrafting(drafter)
-    drafting.reset(rows)
+    drafting.set_rows([], rows)
     for done, new in (([6, 9], [5, 8]), ([8, 12], [2, 3])):
         features = torch.full((rows, max(new[:rows]), captured.shape[2]), 1e3)
         for i in range(rows):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config
-from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.drafters import drafting_of
 from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.formats.exporting import export
 from draftsmith.models.formats.folder import read_folder
@@ -56,7 +56,7 @@ def rounds(directory: Path) -> list[list[int]]:
     identity = files_of(target).identity_of(target)
     shape_states = json.loads((directory / "config.json").read_text())["drafter"]["capture_layers"]
     drafter = load_drafter(directory, target, identity, shape_states)
-    proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(TreeSection(nodes=12, draft_calls=3, top_k=4)))
+    proposer = PolicyProposer(drafting_of(drafter), policy_of(TreeSection(nodes=12, draft_calls=3, top_k=4)))
     plain = decode_batch(target, None, PROMPTS, {-1}, 24)
     answers = decode_batch(target, proposer, PROMPTS, {-1}, 24)
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]

@@ -75,13 +75,13 @@ def test_buffers_hold_what_lists_of_columns_hold(rows: int, seed: int) -> None:
                 for buffer in store._views[layer]:
                     for row in set(range(len(store.lengths))) - set(kept):
                         buffer[row, :, store.lengths[row] : written] = math.nan
-            store.keep(kept)
+            store.set_rows(kept)
             twin.committed = [twin.committed[row] for row in kept]
             twin.slots = [twin.slots[row] for row in kept]
         if chance.random() < 0.3 and len(store.lengths) < rows + 2:
             lengths = [chance.choice([0, 1, 7, 40]) for _ in range(chance.randint(1, 2))]
             new = Columns(len(lengths))
-            store.admit(lengths)
+            store.set_rows(range(len(store.lengths)), lengths)
             written = max(written, *lengths)
             for b, (row, length) in enumerate(
                 zip(new.committed, lengths, strict=True), len(store.lengths) - len(new.slots)

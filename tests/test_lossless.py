@@ -67,7 +67,7 @@ class BrokenNow:
 
     def __init__(self, drafting: Drafting):
         self.drafting, self.vocab, self.capture_layers = drafting, drafting.vocab, drafting.capture_layers
-        self.reset, self.admit, self.keep = drafting.reset, drafting.admit, drafting.keep
+        self.set_rows, self.passes = drafting.set_rows, drafting.passes
         self.observe = drafting.observe
         self.rollback = drafting.rollback
         self.calls = 0

@@ -9,10 +9,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from draftsmith.models.alignment import Columns, Documents, Run, columns_of
+from draftsmith.models.alignment import Columns, Documents, Run, columns_of, runs_of_documents
 from draftsmith.train.attention import kernels as attention_kernels
 from draftsmith.train.attention.kernels import BLOCKS, FLASH_CPU, Kernel, is_right, kernel_for
-from draftsmith.train.attention.merged import merged_attention, runs_of_documents
+from draftsmith.train.attention.merged import merged_attention
 from tests.thinning import pairwise
 from tools.bench.train_step import flop_formulas, package_backward_flops, package_forward_flops
 

@@ -12,7 +12,7 @@ from draftsmith.eval.measured.metrics import bootstrap, summarise, summarise_all
 
 def trace(accepted: list[int], is_cut: bool, length: int) -> Generation:
     out = Generation([1], list(range(length)), accepted, is_cut)
-    out.tree_nodes, out.draft_calls = [8] * len(accepted), [7] * len(accepted)
+    out.tree_nodes, out.draft_calls, out.tried = [8] * len(accepted), [7] * len(accepted), [7] * len(accepted)
     out.draft_seconds, out.verify_seconds, out.decode_seconds = 0.2, 0.5, 1.0
     return out
 
@@ -49,13 +49,13 @@ def test_tau_on_hand_written_traces() -> None:
 
 def test_a_position_that_nobody_drafted_was_not_tried() -> None:
     copied = trace([0, 0, 2], False, 6)  # prompt lookup: two rounds without a draft, then two copied tokens, both right
-    copied.tree_nodes, copied.draft_calls = [1, 1, 3], [0, 0, 0]
+    copied.tried = [0, 0, 2]
     assert numbers(copied)["acceptance_by_position"] == [1.0, 1.0]
     stopped = trace([1, 1, 0], False, 6)  # svip: one call each, right twice
-    stopped.tree_nodes, stopped.draft_calls = [2, 2, 2], [1, 1, 1]
+    stopped.tried = [1, 1, 1]
     assert numbers(stopped)["acceptance_by_position"] == pytest.approx([2 / 3], abs=1e-4)
     wide = trace([1, 2, 1], False, 8)  # trees of two calls: only what was drafted that deep counts at position 2
-    wide.tree_nodes, wide.draft_calls = [9, 9, 9], [2, 2, 1]
+    wide.tried = [2, 2, 1]
     assert numbers(wide)["acceptance_by_position"] == [1.0, 0.5]
 
 

@@ -392,19 +392,38 @@ def test_the_proposer_drafts_below_the_last_tokens_of_the_rows_that_go_on() -> N
     policy = Chain(3, None, Sampling(1.0))
     proposer = PolicyProposer(drafting, policy)
     assert proposer.capture_layers == (1, 2)
-    proposer.reset(1, [SeededDraws(0, 2)])
-    proposer.admit(1, [SeededDraws(0, 0)])
+    proposer.set_rows([], 2, [SeededDraws(0, 1), SeededDraws(0, 2)])
+    proposer.set_rows([1], 1, [SeededDraws(0, 0)])
     drafting.tables = [tables[2], tables[0]]
     features = torch.zeros(2, 4, 1)
     proposer.observe(Committed(None, [[9, 8, 4], [7, 0]], features, [2, 1]))  # type: ignore[arg-type]
-    assert drafting.seen == [("reset", 1), ("admit", 1), ([[9, 8, 4], [7, 0]], features, [2, 1])]
+    assert drafting.seen == [("rows", [], 2), ("rows", [1], 1), ([[9, 8, 4], [7, 0]], features, [2, 1])]
     tree, calls = proposer.propose()
     assert calls == [3, 3]
     assert tree.tokens[:, 0].tolist() == [4, 0]
-    proposer.keep([1])
+    proposer.set_rows([1])
+    drafting.tables = [tables[0]]
+    proposer.observe(Committed(None, [[7, 0]], features, [1]))  # type: ignore[arg-type]
     again, _ = proposer.propose()
     assert again.tokens[:, 0].tolist() == [0]
     draws = SeededDraws(0, 0)  # of the row that was admitted
     for drawn in (tree.tokens[1], again.tokens[0]):
         alone, _ = policy.grow(Scripted([tables[0]]), roots(1), [draws])
         assert torch.equal(alone.tokens[0], drawn)
+
+
+class OnePass(Scripted):
+    """Drafts all levels in one forward pass, as block drafters do."""
+
+    def passes(self, levels: int) -> int:
+        return min(levels, 1)
+
+
+@pytest.mark.parametrize("drafter", [Scripted, OnePass])
+def test_the_drafter_counts_its_passes_and_the_policy_its_levels(drafter: type[Scripted]) -> None:
+    sharp, flat = Table(0, sharpness=(1e5,)), Table(0, sharpness=(0.1,))  # all of a chain, and its first token alone
+    proposer = PolicyProposer(drafter([sharp, flat]), Chain(5, Svip()))
+    proposer.observe(Committed(None, [[0], [2]], torch.zeros(2, 1, 1), [1, 1]))  # type: ignore[arg-type]
+    tree, calls = proposer.propose()
+    assert tree.tried == [5, 1]
+    assert calls == ([1, 1] if drafter is OnePass else [5, 1])

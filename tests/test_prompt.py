@@ -239,7 +239,7 @@ def test_a_proposer_that_was_rolled_back_goes_on_as_if_nothing_had_been_there(ki
 
     rolled, new = fresh(), fresh()
     for proposer in (rolled, new):
-        proposer.reset(3)
+        proposer.set_rows([], 3)
     with pytest.raises(ValueError, match="cannot be rolled back"):
         rolled.rollback([1, 0, 0])  # nothing was observed yet
     tell(rolled, texts, [0, 0, 0])

@@ -190,7 +190,7 @@ def test_rounds_are_those_of_a_walk_by_hand(name: str) -> None:
         def tree_below(read: int, text: list[int] = text, captured: torch.Tensor = captured) -> Any:
             """Tokens and parents of the tree below the last of `read` tokens."""
             fresh = PolicyProposer(FeatureDrafting(drafter), policy(name))
-            fresh.reset(1)
+            fresh.set_rows([], 1)
             fresh.observe(Committed(target, [text[:read]], captured[:, : read - 1], [read - 1]))
             tree, _ = fresh.propose()
             return tree.tokens[0].tolist(), tree.parents[0].tolist()
@@ -236,13 +236,9 @@ def test_states_are_handed_over_once_and_are_the_target_s(monkeypatch: pytest.Mo
     class Watching(PromptLookup):
         capture_layers: tuple[int, ...] = (1, 4)
 
-        def reset(self, rows: int, draws: Any = None) -> None:
-            super().reset(rows)
-            self.live = list(range(rows))
-
-        def keep(self, rows: Sequence[int]) -> None:
-            super().keep(rows)
-            self.live = [self.live[row] for row in rows]
+        def set_rows(self, kept: Sequence[int], new: int = 0, draws: Any = None) -> None:
+            super().set_rows(kept, new)
+            self.live = list(range(new)) if new else [self.live[row] for row in kept]
 
         def observe(self, committed: Committed) -> None:
             super().observe(committed)

@@ -18,14 +18,14 @@ def numbers_of(count: int) -> dict[str, Any]:
     trees = [("eagle2", n) for n in (8, 16, 30, 60)] + [("ddd", 60), ("svip", 9), ("static", 26)]
     trees += [("eagle2", 60)] * 6 + [("chain", n) for n in range(3, 20)]
     trees = trees[:count]
-    plain = [Generation([1], list(range(40)), [0] * 39, False, [1] * 39, [0] * 39) for _ in range(4)]
+    plain = [Generation([1], list(range(40)), [0] * 39, False, [1] * 39, [0] * 39, [0] * 39) for _ in range(4)]
     results: dict[str, list[Generation]] = {PLAIN: plain}
     for i, (policy, nodes) in enumerate(trees):
         rows = []
         for prompt in range(4):
             accepted = [min(nodes - 1, 1 + (i + prompt + r) % 3) for r in range(12)]
-            out = Generation([1], list(range(1 + sum(accepted) + 12)), accepted, False, [nodes] * 12, [3] * 12)
-            rows.append(out)
+            costs = [nodes] * 12, [3] * 12, [min(3, nodes - 1)] * 12
+            rows.append(Generation([1], list(range(1 + sum(accepted) + 12)), accepted, False, *costs))
         results[f"{policy} {i}"] = rows
     for prompt, generations in enumerate(zip(*results.values(), strict=True)):
         for g in generations:

@@ -158,7 +158,7 @@ def test_a_file_that_cannot_serve_is_refused(tmp_path: Path) -> None:
 
 
 def observed(proposer: SamProposer, *texts: list[int]) -> list[SamDraft]:
-    proposer.reset(len(texts))
+    proposer.set_rows([], len(texts))
     proposer.observe(Committed(None, texts, None, [len(text) - 1 for text in texts]))  # type: ignore[arg-type]
     return proposer.drafts()
 
@@ -180,8 +180,7 @@ def test_the_longer_match_drafts_and_the_bias_speaks_for_the_text() -> None:
 def test_answers_start_anew_and_rows_keep_their_own_text() -> None:
     proposer, text = SamProposer(CPU, 9, None), [1, 2, 3, 1, 2]
     assert [draft.tokens[:1] for draft in observed(proposer, text, [5, 6, 5])] == [[3], [6]]
-    proposer.keep([1])
-    proposer.admit(1)
+    proposer.set_rows([1], 1)
     proposer.observe(Committed(None, [[5, 6, 5, 7], [1, 2]], None, [1, 1]))  # type: ignore[arg-type]
     assert [draft.tokens for draft in proposer.drafts()] == [[], []]
     assert observed(proposer, [1, 2])[0].tokens == []

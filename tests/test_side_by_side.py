@@ -59,11 +59,10 @@ class ByRoot:
     vocab = DraftVocab.full(VOCAB)
     table = Table(2, VOCAB, (0.5, 2.0, 4.0))
 
-    def reset(self, rows: int) -> None: ...
+    def set_rows(self, kept: Sequence[int], new: int = 0) -> None: ...
 
-    admit = reset
-
-    def keep(self, rows: Sequence[int]) -> None: ...
+    def passes(self, levels: int) -> int:
+        return levels
 
     def rollback(self, lengths: Sequence[int]) -> None: ...
 

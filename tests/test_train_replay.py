@@ -17,7 +17,7 @@ from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import replay
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import load_drafter
-from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.drafters import drafting_of
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import save_token_counts
@@ -56,7 +56,7 @@ def test_replay_at_every_checkpoint_is_replay_of_what_is_saved(recipe_path: Path
         if record["id"] in ids
         for turn in record["turns"]
     ]
-    proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(recipe.eval.tree))
+    proposer = PolicyProposer(drafting_of(drafter), policy_of(recipe.eval.tree))
     rounds = [replay(target, proposer, [answer], 1)[0] for answer in answers]
     tokens = sum(len(answer.tokens) - 1 for answer in answers)
     assert lines[-1]["replay_tau"] == pytest.approx(tokens / sum(g.rounds for g in rounds), abs=1e-4)

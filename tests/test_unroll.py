@@ -44,7 +44,7 @@ from tests.thinning import EXHAUSTIVE, pairwise
 
 each_case = pytest.mark.parametrize("name", CASES)
 # What is summed over a batch depends on the losses and on the weights of steps, too. Noise is drawn for a row.
-LESSONS = ["hass", "eagle, log acceptance", "eagle3, hybrid and rank", "eagle3, whole passes"]
+LESSONS = ["hass", "eagle, log acceptance", "eagle3, hybrid and rank"]
 in_batches = pytest.mark.parametrize(
     ("name", "noisy"), [*((name, False) for name in STRUCTURES + LESSONS), ("hass", True), ("eagle3.1", True)]
 )

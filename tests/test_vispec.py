@@ -46,9 +46,6 @@ CASES = {
     "one token": Case("vispec", "eagle", {"compressed_tokens": 1}, 3, True, HASS),
     "three tokens": Case("vispec", "eagle", {"compressed_tokens": 3, "attention_bias": True}, 2, False, HASS),
     "none": Case("vispec", "eagle", {"compressed_tokens": 0, "fc_bias": False}, 2, True, HASS),
-    "whole passes": Case(
-        "vispec", "eagle", {"compressed_tokens": 2, "num_layers": 2}, 3, True, HASS, whole_passes=True
-    ),
     "two layers": Case("vispec", "eagle", {"compressed_tokens": 2, "num_layers": 2}, 2, False, HASS),
     "over eagle3": Case("vispec", "eagle3", {"compressed_tokens": 2, "fc_norm": True}, 3, False, EAGLE3, 0.8, 36),
     "over eagle3, none": Case("vispec", "eagle3", {"compressed_tokens": 0, "norm_output": True}, 2, False, EAGLE3),
@@ -165,7 +162,7 @@ def without_key_bias(drafter: FeatureDrafter) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", a_few(CASES, "two layers", "whole passes", "specialists", "over eagle3"))
+@pytest.mark.parametrize("name", a_few(CASES, "two layers", "specialists", "over eagle3"))
 def test_the_loss_is_that_of_the_slow_twin_in_value_and_gradient(name: str) -> None:
     """Several rows, several pictures each; the tolerance is that of tests/test_unroll.py."""
     case, target, drafter = CASES[name], small_target(), drafter_with_eyes(name).double()
@@ -283,7 +280,7 @@ def test_decoding_drafts_what_the_unroll_drafts(name: str) -> None:
             torch.testing.assert_close(mine, expected[i], atol=5e-5, rtol=5e-5)
 
     drafting, every = FeatureDrafting(drafter), list(range(len(prompts)))
-    drafting.reset(len(prompts))
+    drafting.set_rows([], len(prompts))
     drafting.observe(committed(drafter, prompts, [0] * len(prompts), ends))
     check(drafting, every)
     for kept in (3, 1, 2):  # positions; the next token is the picture's first one, in it, or behind it
@@ -291,10 +288,8 @@ def test_decoding_drafts_what_the_unroll_drafts(name: str) -> None:
         drafting.rollback(starts)
         drafting.observe(committed(drafter, prompts, starts, ends))
         check(drafting, every)
-    drafting.keep(every[::-1][:2])
     left = every[::-1][:2]
-    check(drafting, left)
-    drafting.admit(1)
+    drafting.set_rows(left, 1)
     order = [*left, 0]
     begin = [ends[i] - 1 for i in left]
     drafting.rollback([*begin, 0])

@@ -12,8 +12,7 @@
 
 Give data_gen/rank_vocab.py the same output_dir, drafter.base and drafter.vocab_size.
 
-Specialists extend EAGLE-1's drafter, trained like HASS (the published form), or EAGLE-3's. The baseline with as many
-parameters in one layer is train/eagle.py or train/eagle3.py with drafter.match_specialists.
+Specialists extend EAGLE-1's drafter, trained like HASS (the published form), or EAGLE-3's.
 """
 
 from draftsmith.recipes.command.cli import run

@@ -21,7 +21,7 @@ from draftsmith.eval.decoding.decode import Request, TargetVerifier, decode_stre
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.proposers import check_drafter
 from draftsmith.models.draft_tree import Proposer
-from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.drafters import drafting_of
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.models.target import Target
@@ -117,7 +117,7 @@ class Writer:
         models, generator, proposer = LoadedModels(files), recipe.data.generator, None
         if generator.drafter is not None:
             drafter = models.drafter(Path(generator.drafter))
-            proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(_tree(draft_tokens), settings.sampling))
+            proposer = PolicyProposer(drafting_of(drafter), policy_of(_tree(draft_tokens), settings.sampling))
         return cls(models.target, settings, proposer)
 
     @torch.inference_mode()

@@ -224,7 +224,6 @@ def label(
     policy = Eagle2(1 + section.nodes, section.draft_calls, section.top_k, watch=verifier.watch)
     prompts, budgets = [answer.prompt for answer in answers], [len(answer.tokens) for answer in answers]
     decode(verifier, PolicyProposer(drafting, policy), prompts, (), budgets)
-    drafting.reset(0)
     return verifier.labelled
 
 

@@ -17,16 +17,13 @@ from draftsmith.data_gen.states.store import (
     taught_tokens,
 )
 from draftsmith.data_gen.states.stored_pictures import drop_damaged, inserts_of, picture_bytes
-from draftsmith.data_gen.states.stored_target import (
-    head_bytes,
-    logit_settings,
-    target_is_whole,
-)
+from draftsmith.data_gen.states.stored_target import head_bytes, logit_settings, target_is_whole
 from draftsmith.data_gen.states.written import WrittenRows
 from draftsmith.data_gen.training_rows.rows import TrainingRow, usable_rows
 from draftsmith.models.context_limits import bounded_rows, longest_row
 from draftsmith.models.costs import free_bytes, gigabytes
-from draftsmith.models.target import Target, checked_capture_layers
+from draftsmith.models.drafters import states_read
+from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.launch import rank, world_size
@@ -49,7 +46,7 @@ class WantedStates:
     @classmethod
     def of(cls, recipe: Recipe, files: TargetFiles) -> "WantedStates":
         config, dtype = files.text_config, recipe.data.capture.dtype
-        layers, pictures = layers_of(recipe, config), recipe.drafter.reads_picture_states
+        layers, pictures = states_read(recipe.drafter, config.num_hidden_layers), recipe.drafter.reads_picture_states
         has_last = layers[-1] != config.num_hidden_layers
         shape = RowShape(len(layers), config.hidden_size, ENCODINGS[dtype], has_last, pictures)
         made_of = {
@@ -124,14 +121,7 @@ class StorePlan:
 
 def plan_store(recipe: Recipe, rejects: Rejects) -> StorePlan:
     files = TargetFiles(recipe.target)
-    return StorePlan.of(recipe, usable_rows(recipe, files, rejects), files)
-
-
-def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
-    """Layers that the recipe's drafter reads. EAGLE-1 reads the last state, behind the final norm."""
-    if recipe.drafter.extends == "eagle":
-        return (config.num_hidden_layers,)
-    return checked_capture_layers(recipe.drafter.capture_layers, config.num_hidden_layers)
+    return StorePlan.of(recipe, usable_rows(recipe, TargetFiles(recipe.target), rejects), files)
 
 
 def store_so_far(directory: Path, wanted: StorePlan, verify: bool) -> StoreManifest:

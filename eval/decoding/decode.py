@@ -48,7 +48,8 @@ class Generation:
     accepted_per_round: list[int]  # drafted tokens in token_ids, round by round
     last_round_cut: bool  # a stop token or the budget cut accepted tokens, or the bonus, off the last round
     tree_nodes: list[int] = field(default_factory=list)  # verified nodes of each round, root included
-    draft_calls: list[int] = field(default_factory=list)
+    draft_calls: list[int] = field(default_factory=list)  # forward passes of the drafter in each round
+    tried: list[int] = field(default_factory=list)  # draft positions that each round tried
     # Accepted tokens of each round by who drafted them, of proposers with several sources (`DraftedBy`).
     drafted_by: list[dict[str, int]] = field(default_factory=list)
     # Of a hierarchy: drafted tokens that the small model accepted, in each of its rounds.
@@ -86,6 +87,7 @@ class Round(Verified):
     """One round of all rows."""
 
     calls: list[int]  # draft calls of each row
+    tried: Sequence[int] | None  # depth to which each row's tree was drafted; None: as deep as it is long
     widest: int  # nodes that each row's tree was padded to
     marks: "list[Mark]"  # when drafting, verifying and accepting began; plain decoding's drafting takes no time
     sources: Sequence[DraftedBy] | None = None  # of each row's tree
@@ -248,19 +250,19 @@ def run_round(
         proposer: None: plain decoding.
         texts: all tokens of each row, the unread root last.
     """
-    began, sources = mark(), None
+    began, sources, tried = mark(), None, None
     if proposer is None:
         tree, calls = DraftTree.root_only([tokens[-1] for tokens in texts], verifier.device), [0] * len(texts)
     else:
         proposer.observe(verifier.committed(texts))
         tree, calls = proposer.propose()
-        sources, tree = tree.sources, tree.pruned(verifier.limits())
+        sources, tried, tree = tree.sources, tree.tried, tree.pruned(verifier.limits())
     drafted = mark()
     verifier.verify(tree)
     verified = mark()
     done = verifier.accept(tree)
     marks = [drafted if proposer is None else began, drafted, verified]
-    return Round(**vars(done), calls=calls, widest=tree.nodes, marks=marks, sources=sources)
+    return Round(**vars(done), calls=calls, tried=tried, widest=tree.nodes, marks=marks, sources=sources)
 
 
 def decode(
@@ -340,6 +342,8 @@ class _Row:
         answer.last_round_cut = kept < len(new_tokens)
         answer.tree_nodes.append(done.nodes[row])
         answer.draft_calls.append(done.calls[row])
+        longest = done.nodes[row] - 1
+        answer.tried.append(longest if done.tried is None else min(longest, done.tried[row]))
 
 
 def decode_stream(
@@ -399,8 +403,8 @@ def decode_stream(
             ended = clock.mark()  # the caller's time does not count
             live = [live[i] for i in kept]
             verifier.keep(kept)
-            if proposer is not None and kept:  # if none is left, the next prompts reset it
-                proposer.keep(kept)
+            if proposer is not None:
+                proposer.set_rows(kept)
 
 
 def _taken(waiting: Iterator[Request | None], most: int) -> tuple[list[Request], bool]:
@@ -452,7 +456,7 @@ def _admit(
         verifier.keep([*range(before), *(before + i for i, row in enumerate(rows) if row in unfinished)])
     if proposer is not None and unfinished:
         draws = _draws_of([row.request for row in unfinished])
-        (proposer.admit if before else proposer.reset)(len(unfinished), draws)
+        proposer.set_rows(range(before), len(unfinished), draws)
     return unfinished, [row for row in rows if row not in unfinished]
 
 

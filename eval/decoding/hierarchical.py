@@ -48,25 +48,23 @@ class HierarchicalProposer:
 
     def __init__(self, small: Target, inner: Proposer, min_draft_length: int):
         self.small, self.inner, self.min_draft_length = small, inner, min_draft_length
-        self.reset(0)
-
-    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.verifier = TargetVerifier(self.small, self.inner)
+        self.verifier = TargetVerifier(small, inner)
         self.texts: list[list[int]] = []  # what the small model and its proposer hold, the unread root last
         # Of each row: where the last chain began, and the captured states of positions read since then; None: unknown.
         self.begun: list[int] = []
         self.states: list[list[torch.Tensor]] | None = None
 
-    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        """Does nothing: `observe` reads new rows."""
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.verifier.keep(rows)
-        self.inner.keep(rows)
-        self.texts = [self.texts[row] for row in rows]
+    def set_rows(self, kept: Sequence[int], new: int = 0, draws: Sequence[Draws] | None = None) -> None:
+        """`observe` reads new rows."""
+        if kept:
+            self.verifier.keep(kept)
+        else:  # frees the small model's cache
+            self.verifier = TargetVerifier(self.small, self.inner)
+        self.inner.set_rows(kept)
+        self.texts = [self.texts[row] for row in kept]
         if self.states is not None:
-            self.begun = [self.begun[row] for row in rows]
-            self.states = [self.states[row] for row in rows]
+            self.begun = [self.begun[row] for row in kept]
+            self.states = [self.states[row] for row in kept]
 
     def rollback(self, lengths: Sequence[int]) -> None:
         self.verifier.rollback(lengths, self.inner)
@@ -80,7 +78,7 @@ class HierarchicalProposer:
         if texts[known:]:
             inserts = [prompt.inserts for prompt in committed.prompts[known:]] or [()] * (len(texts) - known)
             self.verifier.prefill([Prompt(text[:-1], each) for text, each in zip(texts[known:], inserts, strict=True)])
-            (self.inner.admit if known else self.inner.reset)(len(texts) - known)
+            self.inner.set_rows(range(known), len(texts) - known)
         self.texts, self.states = texts, None
 
     def _follow(self, texts: Sequence[Sequence[int]]) -> None:

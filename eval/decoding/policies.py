@@ -40,7 +40,9 @@ class TreePolicy(Protocol):
     def grow(
         self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
     ) -> tuple[DraftTree, list[int]]:
-        """A tree below each root, and its number of draft calls.
+        """A tree below each root, and the number of levels that were drafted for it.
+
+        What these cost, the drafter knows (`Drafting.passes`).
 
         Args:
             roots_B: [B] target token ids, on the drafter's device.
@@ -503,25 +505,12 @@ class PolicyProposer:
     def __init__(self, drafting: Drafting, policy: TreePolicy):
         self.drafting, self.policy = drafting, policy
         self.capture_layers = drafting.capture_layers
-        self.draws: list[Draws] | None = None
-        self.roots_B = torch.empty(0, dtype=torch.long)  # of this round
+        self.draws: list[Draws] = []  # of each row, if given
+        self.roots_B: torch.Tensor  # of the round that the last `observe` began
 
-    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.drafting.reset(rows)
-        self.roots_B = self.roots_B[:0]
-        self.draws = None if draws is None else list(draws)
-
-    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.drafting.admit(rows)
-        if draws is not None:
-            self.draws = [*(self.draws or ()), *draws]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.drafting.keep(rows)
-        if max(rows, default=0) < len(self.roots_B):  # else rows came since the last `observe`: the next one sets all
-            self.roots_B = self.roots_B[torch.tensor(rows, device=self.roots_B.device)]
-        if self.draws is not None:
-            self.draws = [self.draws[row] for row in rows]
+    def set_rows(self, kept: Sequence[int], new: int = 0, draws: Sequence[Draws] | None = None) -> None:
+        self.drafting.set_rows(kept, new)
+        self.draws = [*(self.draws[row] for row in kept if self.draws), *(draws or ())]
 
     def rollback(self, lengths: Sequence[int]) -> None:
         self.drafting.rollback(lengths)
@@ -533,4 +522,5 @@ class PolicyProposer:
         self.drafting.observe(committed)
 
     def propose(self) -> tuple[DraftTree, list[int]]:
-        return self.policy.grow(self.drafting, self.roots_B, self.draws)
+        tree, tree.tried = self.policy.grow(self.drafting, self.roots_B, self.draws or None)
+        return tree, [self.drafting.passes(levels) for levels in tree.tried]

@@ -28,20 +28,13 @@ class TextProposer:
         self.new_text = new_text
         self.texts: list[Any] = []
 
-    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.texts = []
-        self.admit(rows)
-
-    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.texts += [self.new_text() for _ in range(rows)]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.texts = [self.texts[row] for row in rows]
+    def set_rows(self, kept: Sequence[int], new: int = 0, draws: Sequence[Draws] | None = None) -> None:
+        self.texts = [*(self.texts[row] for row in kept), *(self.new_text() for _ in range(new))]
 
     def rollback(self, lengths: Sequence[int]) -> None:
         check_rollback([max(0, len(text.tokens) - 1) for text in self.texts], lengths)
         kept = [text.tokens[: length + 1] for text, length in zip(self.texts, lengths, strict=True)]
-        self.reset(len(kept))
+        self.set_rows([], len(kept))
         for text, tokens in zip(self.texts, kept, strict=True):
             text.extend(tokens)
 

@@ -17,7 +17,7 @@ from draftsmith.eval.decoding.sam import SamProposer, SamRouter
 from draftsmith.models.causal_lm import CausalLMDrafting, of_draft_model
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
 from draftsmith.models.draft_tree import Drafting, Proposer
-from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.drafters import drafting_of
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sam import StaticAutomaton
@@ -200,10 +200,10 @@ def _looks_in(section: SamSources) -> str:
 # The table.
 
 
-def _feature_drafting(models: LoadedModels, contender: Contender, small: TargetSection | None = None) -> Drafting:
+def _drafter_drafting(models: LoadedModels, contender: Contender, small: TargetSection | None = None) -> Drafting:
     assert contender.drafter is not None
     drafter = models.drafter(contender.drafter, small)
-    return FeatureDrafting(drafter, contender.cut(drafter.vocab, models.files))
+    return drafting_of(drafter, contender.cut(drafter.vocab, models.files))
 
 
 def _check_own_drafter(target: TargetFiles, contender: Contender) -> None:
@@ -231,7 +231,7 @@ def _check_hierarchy(target: TargetFiles, contender: Contender) -> None:
 
 def _hierarchy(models: LoadedModels, contender: Contender) -> Proposer:
     small = _small_model(contender)
-    inner = PolicyProposer(_feature_drafting(models, contender, small), policy_of(contender.tree))
+    inner = PolicyProposer(_drafter_drafting(models, contender, small), policy_of(contender.tree))
     return HierarchicalProposer(models.draft_model(small), inner, contender.min_draft_length)
 
 
@@ -271,7 +271,7 @@ def routed(models: LoadedModels, router: RouterSection, other: Proposer) -> Prop
 PROPOSERS = {
     "drafter": ProposerEntry(
         name=lambda contender: f"{contender.kind}, {tree_name(contender.tree)}",
-        drafting=_feature_drafting,
+        drafting=_drafter_drafting,
         key="eval.drafter",
         check=_check_own_drafter,
         model=lambda contender: None if contender.drafter is None else str(contender.drafter),

@@ -160,29 +160,14 @@ class SamRouter:
         self.waiting: Committed | None = None  # what the other has yet to observe
         self.draws: list[_Spared] = []  # the other's, of each row, if given
 
-    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+    def set_rows(self, kept: Sequence[int], new: int = 0, draws: Sequence[Draws] | None = None) -> None:
+        if kept:
+            self._catch_up()
         self.waiting = None
-        self.sam.reset(rows)
-        self.draws = []
-        self.other.reset(rows, self._spared(draws))
-
-    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self._catch_up()
-        self.sam.admit(rows)
-        self.other.admit(rows, self._spared(draws))
-
-    def _spared(self, draws: Sequence[Draws] | None) -> "Sequence[_Spared] | None":
-        if draws is None:
-            return None
-        new = [_Spared(each) for each in draws]
-        self.draws += new
-        return new
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self._catch_up()
-        self.draws = [self.draws[row] for row in rows] if self.draws else []
-        self.sam.keep(rows)
-        self.other.keep(rows)
+        spared = [_Spared(each) for each in draws or ()]
+        self.draws = [*(self.draws[row] for row in kept if self.draws), *spared]
+        self.sam.set_rows(kept, new)
+        self.other.set_rows(kept, new, spared or None)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         self._catch_up()
@@ -292,6 +277,7 @@ def _each_its_own(sam: DraftTree, other: DraftTree, drafts: Sequence[SamDraft]) 
             functional.pad(other.drawn_from, (0, 0, 0, most - other.nodes)),
         )
     tokens, parents, sizes = (chosen(*pair) for pair in zip(padded(sam), padded(other), strict=True))
+    of_other = [other.nodes] * other.rows if other.tried is None else other.tried
     return DraftTree(
         tokens,
         parents,
@@ -300,6 +286,7 @@ def _each_its_own(sam: DraftTree, other: DraftTree, drafts: Sequence[SamDraft]) 
         drawn_from,
         sam.is_chain and other.is_chain,
         [DraftedBy(d.source) if d.tokens else _by_drafter(other, row) for row, d in enumerate(drafts)],
+        [len(d.tokens) or most for d, most in zip(drafts, of_other, strict=True)],
     )
 
 
@@ -336,5 +323,5 @@ def fused(tree: DraftTree, drafts: Sequence[SamDraft]) -> DraftTree:
             source = replace(source, chain_source=draft.source, chain=tuple(draft.tokens), shared=shared)
         sources.append(source)
     merged = _tree(rows, tree.tokens.device)
-    merged.sources = sources
+    merged.sources, merged.tried = sources, tree.tried
     return merged

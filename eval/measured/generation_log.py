@@ -5,8 +5,10 @@
     prompt_token_ids, token_ids                    the target's input and output, the stop token included
     pictures                                       those of the prompt in order, `path` and `sha256` of each; only where
                                                    there are some
-    accepted_per_round, tree_nodes, draft_calls    a number per round: drafted tokens in the answer, verified nodes
-                                                   (root included), calls of the drafter
+    accepted_per_round, tree_nodes, draft_calls, tried
+                                                   a number per round: drafted tokens in the answer, verified nodes
+                                                   (root included), forward passes of the drafter, draft positions that
+                                                   were tried
     inner_accepted                                 of a hierarchy: drafted tokens that its small model accepted, in
                                                    each of its rounds
     drafted_by                                     of proposers with several sources: of each round, how many of the

@@ -85,9 +85,8 @@ class Turns:
     Attributes:
         sums: [turns, len(SUMMED)].
         histogram: [turns, D] rounds of each turn that accepted 0, 1, ... drafted tokens.
-        reached: [turns, D] rounds that tried a drafted token at that position. A round tries as many positions as it
-            made draft calls, or without calls as its chain is long (prompt lookup). A tree without a node so deep
-            counts as a rejection. A round does not count at the position where the answer's end cut it.
+        reached: [turns, D] rounds that tried a drafted token at that position (`Generation.tried`). A tree without a
+            node so deep counts as a rejection. A round does not count at the position where the answer's end cut it.
         accepted: [turns, D] rounds that accepted the drafted token at that position.
         conversations: [turns] numbers; turns with equal numbers are resampled together.
     """
@@ -110,11 +109,8 @@ class Turns:
         self.accepted = at_least - self.histogram
         self.reached = at_least.copy()
         for row, (g, _) in enumerate(pairs):
-            tried = [
-                min(calls or nodes - 1, nodes - 1) for nodes, calls in zip(g.tree_nodes, g.draft_calls, strict=True)
-            ]
             last = len(g.accepted_per_round) - 1
-            for i, (accepted, most) in enumerate(zip(g.accepted_per_round, tried, strict=True)):
+            for i, (accepted, most) in enumerate(zip(g.accepted_per_round, g.tried, strict=True)):
                 if accepted == most or (i == last and g.last_round_cut):
                     self.reached[row, accepted] -= 1
         self.conversations = np.array(conversation_numbers(generations))

@@ -355,7 +355,6 @@ def replay_all(
                 mine = None if states is None else _of_layers(states, layers, captures[name])
                 for row, generation in zip(rows, _replay_batch(target, proposer, batch, mine), strict=True):
                     results[name][row] = generation
-                proposer.reset(0)  # frees its cache while the others draft
                 told(sum(len(answer.tokens) for answer in batch))
     return {name: [g for g in generations if g is not None] for name, generations in results.items()}
 
@@ -412,6 +411,5 @@ def _turn(answer: RecordedAnswer) -> dict[str, Any]:
 def plain_rounds(answer: RecordedAnswer) -> Generation:
     """Plain decoding of the same answer: a round for every token after the first, which the prefill gives."""
     rounds = len(answer.tokens) - 1
-    return Generation(
-        list(answer.prompt), answer.tokens, [0] * rounds, False, [1] * rounds, [0] * rounds, **_turn(answer)
-    )
+    none = [0] * rounds
+    return Generation(list(answer.prompt), answer.tokens, none, False, [1] * rounds, none, none, **_turn(answer))

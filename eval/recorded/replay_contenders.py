@@ -133,7 +133,7 @@ def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Con
     layers = {layer for shape in shapes for layer in shape.capture_layers}
     states = len(layers) * text.hidden_size * size.dtype.itemsize
     # Bytes of a drafted column's keys and values. One drafter works at a time, so the widest counts.
-    drafters = [2 * 4 * s.num_key_value_heads * s.head_dim * s.cached_layers for s in shapes]
+    drafters = [shape.column_bytes for shape in shapes]
     smalls = [TargetFiles(c.draft_model) for c in contenders if c.draft_model is not None]
     drafters += [cache_bytes_per_token(small.text_config, small.size) for small in smalls]
     most = 0

@@ -10,7 +10,6 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from draftsmith.models.drafters import kind_text, trainable_parameters
-from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.formats.engines import ServingEngine
 from draftsmith.models.formats.exporting import Source
 from draftsmith.recipes.files.digest import file_digest
@@ -128,7 +127,7 @@ def card(
     name = source.target_name if pushed else target["model"]
     made = parse_json((source.directory / "provenance.json").read_bytes())
     weights = next(tensor.dtype for tensor in source.tensors.values() if tensor.is_floating_point())
-    states = ", ".join(map(str, shape.capture_layers)) if isinstance(shape, Eagle3Config) else None
+    states = ", ".join(map(str, shape.capture_layers)) if shape.fuses else None
     adapter, quantization, revision = (target.get(key) for key in ("adapter", "quantization", "revision"))
     facts = {
         "target": f"`{name}`" + (f", revision `{revision}`" if revision else ""),

@@ -24,9 +24,9 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from transformers.activations import ACT2FN
 
+from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
-from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.rotation import checked_rotation
 from draftsmith.recipes.errors import quoted
 

@@ -15,14 +15,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from draftsmith.models.drafters import kind_text, tensor_shapes
+from draftsmith.models.drafter_base import DrafterConfig
+from draftsmith.models.drafters import KINDS, kind_text, tensor_shapes
 from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
-from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats.eagle import WEIGHTLESS, published_states
 from draftsmith.models.formats.folder import Folder
 from draftsmith.models.formats.gguf_file import ARCHITECTURE, NAMES, ROPE, metadata_of
-from draftsmith.models.rotation import KINDS
+from draftsmith.models.rotation import ROTATIONS
 from draftsmith.recipes.errors import quoted
 
 Tensors = Mapping[str, torch.Tensor]
@@ -34,7 +34,6 @@ class ServingEngine:
 
     name: str
     title: str
-    architectures: Mapping[type[DrafterConfig], str]  # of the kinds that it serves
     serve: str  # the command that serves it; `command` fills it in
     rotations: Mapping[str, tuple[str, ...]]  # kinds (`models.rotation`) -> the settings that it reads
     format: Literal["eagle", "speculators", "gguf"] = "eagle"
@@ -49,9 +48,13 @@ class ServingEngine:
     embeddings: Literal["target's table", "file's table", "target's module"] = "target's table"
     loader: Callable[[dict[str, Any], Tensors, DrafterConfig], Iterator[str]] | None = None
 
+    def architecture(self, shape: DrafterConfig) -> str | None:
+        """What config.json calls a drafter of this kind; None: the engine serves none."""
+        return KINDS[type(shape)].engines.get(self.name)
+
     def command(self, shape: DrafterConfig, target: str, folder: str) -> str:
         """How to serve the drafter in a folder; with llama.cpp, `target` may be a GGUF."""
-        method = "eagle3" if isinstance(shape, Eagle3Config) else "eagle"
+        method = shape.kind
         gguf = target if target.endswith(".gguf") else "target.gguf"
         use = " --use_eagle3" * (method == "eagle3")
         return self.serve.format(
@@ -60,7 +63,7 @@ class ServingEngine:
 
     def reasons(self, shape: DrafterConfig, target: Mapping[str, Any]) -> list[str]:
         """Why the engine cannot serve this drafter; empty: it can."""
-        if type(shape) not in self.architectures:
+        if self.architecture(shape) is None:
             return [f"{self.title} has no loader for {kind_text(shape)}"]
         reasons = [*self._scale_reasons(shape), *self._rotation_reasons(shape.rope_parameters)]
         if shape.hidden_act != "silu":
@@ -131,13 +134,10 @@ def _asked(shape: DrafterConfig) -> dict[str, list[int]]:
     return wanted | ({"d2t": [shape.draft_vocab_size]} if shape.draft_vocab_size < shape.vocab_size else {})
 
 
-_VLLM: dict[type[DrafterConfig], str] = {Eagle3Config: "LlamaForCausalLMEagle3", EagleConfig: "EagleLlamaForCausalLM"}
-
-
 def _vllm_loader(config: dict[str, Any], tensors: Tensors, shape: DrafterConfig) -> Iterator[str]:
     """It refuses unknown names, leaves missing tensors random, and builds a tied head or a quantised layer if told."""
     plain = {"model_type": "llama", "tie_word_embeddings": False, "attention_bias": shape.attention_bias}
-    plain |= {"architectures": [_VLLM[type(shape)]], "quantization_config": None}
+    plain |= {"architectures": [ENGINES["vllm"].architecture(shape)], "quantization_config": None}
     yield from _other_values(config, plain)
     for name, tensor in tensors.items():
         if name not in WEIGHTLESS and str(tensor.dtype) != f"torch.{config.get('dtype')}":
@@ -174,7 +174,7 @@ _VLLM_SERVE = (
     "vllm serve {target} --speculative-config "
     """'{{"method": "{method}", "model": "{folder}", "num_speculative_tokens": 4}}'"""
 )
-_WITH_TRUNCATE = KINDS | {"yarn": (*KINDS["yarn"], "truncate")}
+_WITH_TRUNCATE = ROTATIONS | {"yarn": (*ROTATIONS["yarn"], "truncate")}
 
 ENGINES = {
     engine.name: engine
@@ -182,7 +182,6 @@ ENGINES = {
         ServingEngine(
             "vllm",
             "vLLM",
-            _VLLM,
             serve=_VLLM_SERVE,
             rotations=_WITH_TRUNCATE,
             biased=(Eagle3Config,),  # in EAGLE-1, it wants a bias of o_proj, too, for which the file has no place
@@ -193,7 +192,6 @@ ENGINES = {
         ServingEngine(
             "sglang",
             "SGLang",
-            {Eagle3Config: "LlamaForCausalLMEagle3", EagleConfig: "LlamaForCausalLMEagle"},
             serve="python -m sglang.launch_server --model-path {target} --speculative-algorithm {METHOD} "
             "--speculative-draft-model-path {folder} --speculative-num-steps 4 --speculative-eagle-topk 1 "
             "--speculative-num-draft-tokens 5",
@@ -203,10 +201,9 @@ ENGINES = {
         ServingEngine(
             "tensorrt-llm",
             "TensorRT-LLM",
-            {Eagle3Config: "LlamaForCausalLMEagle3"},
             serve="trtllm-serve {target} --extra_llm_api_options <(echo 'speculative_config: "
             "{{decoding_type: Eagle3, max_draft_len: 4, speculative_model: {folder}}}')",
-            rotations=KINDS,
+            rotations=ROTATIONS,
             one_layer=True,
             states=(
                 lambda states, layers: layers > 5,
@@ -217,7 +214,6 @@ ENGINES = {
         ServingEngine(
             "eagle",
             "EAGLE's code",
-            {Eagle3Config: "LlamaForCausalLMEagle3", EagleConfig: "LlamaForCausalLM"},
             serve="python -m eagle.evaluation.gen_ea_answer_llama3chat --base-model-path {target} "
             "--ea-model-path {folder}{use_eagle3}",
             rotations={"default": ()},  # it drops the base where there is scaling
@@ -231,7 +227,6 @@ ENGINES = {
         ServingEngine(
             "speculators",
             "speculators",
-            {Eagle3Config: "Eagle3DraftModel"},
             serve=_VLLM_SERVE,
             rotations=_WITH_TRUNCATE,
             format="speculators",
@@ -240,10 +235,10 @@ ENGINES = {
         ServingEngine(
             "llama.cpp",
             "llama.cpp",
-            {Eagle3Config: ARCHITECTURE},
             serve="llama-server -m {gguf} -md {folder}/drafter.gguf --spec-type draft-eagle3 --spec-draft-n-max 4 "
             "--spec-draft-p-min 0",
-            rotations={kind: settings for kind, settings in KINDS.items() if kind != "yarn"},  # it scales states, too
+            # For yarn it scales states, too.
+            rotations={kind: settings for kind, settings in ROTATIONS.items() if kind != "yarn"},
             format="gguf",
             one_layer=True,
             norms=False,

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 
 from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab, read_weights, shape_of_run
 from draftsmith.models.digests import tensor_digest
+from draftsmith.models.drafter_base import DrafterConfig
+from draftsmith.models.drafters import KINDS
 from draftsmith.models.eagle3 import Eagle3Config
-from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats import eagle, gguf_file, speculators
 from draftsmith.models.formats.engines import ENGINES, ServingEngine, problems
 from draftsmith.models.formats.folder import read_folder
@@ -69,8 +70,8 @@ def able_engines(source: Source) -> list[ServingEngine]:
 
 def readers(source: Source, engine: ServingEngine) -> list[ServingEngine]:
     """The engines that serve what is exported to `engine`, which comes first: those that know it by the same name."""
-    kind = type(source.shape)
-    others = [each for each in able_engines(source) if each.architectures[kind] == engine.architectures[kind]]
+    same = engine.architecture(source.shape)
+    others = [each for each in able_engines(source) if each.architecture(source.shape) == same]
     return [engine, *(other for other in others if other is not engine)]
 
 
@@ -174,7 +175,9 @@ def write_folder(
         config = speculators.speculators_config(source.shape, stored, source.target["model"], architectures)
         tensors = speculators.names_of(tensors)
     else:
-        config = eagle.eagle_config(source.shape, engine.architectures[type(source.shape)], stored)
+        architecture, engine_config = engine.architecture(source.shape), KINDS[type(source.shape)].engine_config
+        assert architecture is not None and engine_config is not None  # `check_engine` sees to it
+        config = engine_config(source.shape, architecture, stored)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

@@ -14,9 +14,9 @@ import torch
 
 from draftsmith.models.checkpoint import check_rotary, check_sizes
 from draftsmith.models.draft_tree import Committed
-from draftsmith.models.drafters import build_drafter, kind_text, tensor_shapes
+from draftsmith.models.drafter_base import Drafter, DrafterConfig, FrozenHead
+from draftsmith.models.drafters import build_drafter, drafting_of, kind_text, tensor_shapes
 from draftsmith.models.eagle3 import Eagle3Config
-from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FeatureDrafting, FrozenHead
 from draftsmith.models.formats import eagle, speculators
 from draftsmith.models.formats.eagle import Contradiction
 from draftsmith.models.formats.folder import Folder
@@ -37,7 +37,7 @@ class Foreign:
     tensors: dict[str, torch.Tensor]  # by our names, d2t and t2d included
     embeddings: torch.Tensor | None  # the table that came along, to compare with the target's
 
-    def drafter(self, head: FrozenHead | None) -> FeatureDrafter:
+    def drafter(self, head: FrozenHead | None) -> Drafter:
         """The module on the CPU, in evaluation mode."""
         drafter = build_drafter(self.shape, self.vocab, head)
         drafter.load_state_dict(self.tensors)
@@ -71,7 +71,7 @@ def _width_read(folder: Folder, config: Mapping[str, Any], shape: DrafterConfig)
     said, fc = config.get("target_hidden_size"), folder.tensors.get("fc.weight")
     if type(said) is int:
         return said
-    if not shape.own_head or fc is None or fc.ndim != 2 or fc.shape[1] % len(shape.capture_layers):
+    if not shape.fuses or fc is None or fc.ndim != 2 or fc.shape[1] % len(shape.capture_layers):
         return shape.hidden_size  # EAGLE-1 has the target's width; an odd fc is reported later
     return fc.shape[1] // len(shape.capture_layers)
 
@@ -197,7 +197,7 @@ class EmbeddingTable:
 
 
 @torch.no_grad()
-def probe_log_probs(drafter: FeatureDrafter, steps: int = 3, columns: int = 12) -> torch.Tensor:
+def probe_log_probs(drafter: Drafter, steps: int = 3, columns: int = 12) -> torch.Tensor:
     """[steps, Vd] log-probabilities along a drafted chain over random features and embeddings, the same in each call.
 
     Equal results of two drafters mean equal weights in equal places: it compares an export with its source.
@@ -208,8 +208,8 @@ def probe_log_probs(drafter: FeatureDrafter, steps: int = 3, columns: int = 12) 
     width = config.hidden_size * len(config.capture_layers)
     features = torch.randn(1, columns, width, generator=generator)
     tokens = torch.randint(config.vocab_size, (1, columns + 1), generator=generator).tolist()
-    drafting: Any = FeatureDrafting(drafter)
-    drafting.reset(1)
+    drafting = drafting_of(drafter)
+    drafting.set_rows([], 1)
     drafting.observe(Committed(EmbeddingTable(table), tokens, features, [columns]))
     found = [drafting.root_log_probs()[0]]
     for depth in range(1, steps):

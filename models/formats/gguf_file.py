@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.formats.folder import Folder
 from draftsmith.models.formats.foreign import Foreign
 from draftsmith.models.layers import rotary

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.models.checkpoint import provenance, save_drafter
-from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.formats.folder import Folder
 from draftsmith.models.formats.foreign import Foreign, check_scale, for_target, read_foreign
 from draftsmith.models.target import Target
@@ -70,6 +70,6 @@ def drafter_keys(shape: DrafterConfig) -> dict[str, Any]:
     keys |= {"kind": shape.kind, "vocab_size": shape.draft_vocab_size}
     if shape.draft_vocab_size == shape.vocab_size:
         del keys["vocab_size"]
-    if not shape.own_head:
-        del keys["capture_layers"]  # EAGLE-1 reads the last state
+    if not shape.fuses:
+        del keys["capture_layers"]
     return keys

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.checkpoint import read_drafter_config
-from draftsmith.models.drafters import kind_text
+from draftsmith.models.drafters import config_of, kind_text
 from draftsmith.models.formats import hub
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.importing import import_drafter, is_foreign, read_for
@@ -117,7 +117,7 @@ def with_start(recipe: Recipe, plan: bool) -> Recipe:
         shape = read_drafter_config(Path(start))[0]
     except UserError:
         shape = None  # its reader reports it
-    if shape is not None and shape.own_head and section.extends == "eagle3":
+    if shape is not None and shape.own_head and config_of(section).own_head:
         if section.vocab_size is None and shape.draft_vocab_size != shape.vocab_size:
             changed["vocab_size"] = shape.draft_vocab_size
         elif section.vocab_size not in (None, shape.draft_vocab_size):

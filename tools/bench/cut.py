@@ -51,7 +51,7 @@ def main() -> None:
     with torch.inference_mode():
         for repeat in range(wanted.repeats + 2):  # the first two warm up
             for name, drafting in draftings.items():
-                drafting.reset(1)
+                drafting.set_rows([], 1)
                 drafting.observe(Committed(target, [tokens], features, [wanted.context]))
                 _wait(wanted.device)
                 began = time.perf_counter()

@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from draftsmith.models.alignment import Columns
 from draftsmith.models.checkpoint import read_drafter
 from draftsmith.models.draft_tree import Committed
-from draftsmith.models.drafters import build_drafter
-from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
+from draftsmith.models.drafter_base import Drafter
+from draftsmith.models.drafters import build_drafter, drafting_of
 from draftsmith.models.formats.foreign import EmbeddingTable
 from draftsmith.models.prompt import DecoderInputs, PlacedRows
 from draftsmith.models.vispec import VispecConfig
@@ -38,7 +38,7 @@ TOLERANCE = 1e-4  # of log-probabilities: float32, in another order of operation
 
 
 def our_log_probs(
-    drafter: FeatureDrafter, table: torch.Tensor, captured: torch.Tensor, tokens: torch.Tensor
+    drafter: Drafter, table: torch.Tensor, captured: torch.Tensor, tokens: torch.Tensor
 ) -> list[torch.Tensor]:
     """[T - k, D] for every step k: behind each position, and k given tokens further along the unroll.
 
@@ -50,8 +50,8 @@ def our_log_probs(
     steps: list[list[torch.Tensor]] = [[] for _ in range(STEPS)]
     columns = captured.shape[1]
     for t in range(columns):
-        drafting = FeatureDrafting(drafter)
-        drafting.reset(1)
+        drafting = drafting_of(drafter)
+        drafting.set_rows([], 1)
         known = [tokens[: t + 2].tolist()]
         drafting.observe(Committed(EmbeddingTable(table), known, captured[:, : t + 1], [t + 1]))
         steps[0].append(drafting.root_log_probs()[0])
@@ -85,9 +85,7 @@ def embeddings(target: Path) -> torch.Tensor:
     return load_file(target / "model.safetensors")["model.embed_tokens.weight"].float()
 
 
-def speculators_differs(
-    python: str, work: Path, exports: dict[str, Path], drafter: FeatureDrafter, target: Path
-) -> bool:
+def speculators_differs(python: str, work: Path, exports: dict[str, Path], drafter: Drafter, target: Path) -> bool:
     config = drafter.config
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (COLUMNS + 1,), generator=generator)
@@ -111,7 +109,7 @@ def speculators_differs(
     return differs
 
 
-def vllm_differs(python: str, exports: dict[str, Path], drafter: FeatureDrafter) -> bool:
+def vllm_differs(python: str, exports: dict[str, Path], drafter: Drafter) -> bool:
     found = json.loads(run(python, HERE / "vllm_configs.py", exports["vllm"], exports["speculators"]).splitlines()[-1])
     common = {
         "draft_vocab_size": drafter.config.draft_vocab_size,

@@ -28,16 +28,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from draftsmith.models.alignment import Documents, Run
+from draftsmith.models.alignment import Run
 from draftsmith.train.attention.kernels import Kernel
 
 Place = tuple[slice, slice, slice]  # in [B, heads, T or C, D]
-
-
-def runs_of_documents(documents: Documents | None, rows: int, tokens: int) -> list[Run]:
-    """The runs if every token is a query: each document is one."""
-    places = [(row, 0, tokens) for row in range(rows)] if documents is None else documents.places
-    return [Run(row, start, start + length, start, start) for row, start, length in places]
 
 
 def merged_attention(

@@ -1,163 +1,42 @@
-"""Training-time test: the drafter reads its own outputs for K steps, as it will when it drafts a chain.
+"""Training-time test: the drafter's outputs at every draft position, and their loss against the target.
 
-`models.alignment` defines what each column reads and predicts. This file has the attention and the loop over steps, the
-same for every drafter of `models.feature_drafter`. K = 1 is EAGLE-1. The papers of HASS and PosS keep targets in place
-and shift features to the right; seen from the chain's root, theirs is the same unroll.
-
-The query of column t at step k sees, as a chain drafted below root x[t+1] would (EAGLE-3, section 3.2):
-
-    step-0 keys of columns 0..t         made from the target's states         one causal part, the same at every step
-    its own column's keys of steps 1..k made from its own earlier outputs     k single scores
-
-so one softmax runs over t + 1 + k scores. No [T, k*T] mask exists. Masked scores are left out of the softmax; the
-published HASS and PosS code multiplies scores by 0 instead, which leaves exp(0) in its denominator for every masked
-column. Columns that do not count need only a step-0 key and value, because they are never queried. With several draft
-layers, the lower ones run step 0 on all columns.
-
-Documents that share a row (`models.alignment.Documents`) never see each other. Attention runs on one document's prefix
-after another; everything else runs on the whole row, without padding of tokens or counted columns.
-
-Each stack of layers has keys and values of its own. Where the stack changes (`models.poss`), the new one computes them
-from the same step-0 features and from the drafted features of steps 1..k-1, which it gets without their history:
-
-    step               0     1     2     3          two positions a stack: gradients of step 3 end at this line |
-    stack              0     0     1     1
-    feature            f[t]  a_0 | a_1   a_2        a_1 | is cut off, and a_0 is when stack 1 reads it again
+`models.alignment` defines what each column reads and predicts at each step. How a drafter computes it is its kind's
+(`models.drafters.KINDS`): those that draft one token after another read their own outputs for K steps
+(`models.chain_steps`), as when they draft. K = 1 is EAGLE-1. The papers of HASS and PosS keep targets in place and
+shift features to the right; seen from the chain's root, theirs is the same unroll.
 
 A drafter reads tokens as the target's first layer does (`models.prompt.DecoderInputs`), not as ids. They are the data's
 tokens at every step, never the drafter's guesses (those lowered acceptance from 5.0 to 4.44 in one reproduction).
 
-ViSpec's code has whole passes in place of chains (`train.unroll: passes`): pass k runs over all columns, and column t
-reads what pass k - 1 drafted for position t, in the prompt and behind pictures, too.
-
-    column                 0      1          2          3            pass k of column t is step k of column t - k:
-    feature of pass 0      f[0]   f[1]       f[2]       f[3]         it predicts x[t+2], at position t
-    feature of pass 1      f[0]   a_0 of 0   a_0 of 1   a_0 of 2
-    feature of pass 2      f[0]   a_1 of 0   a_1 of 1   a_1 of 2     a document's first column has none before it
-
-Its keys are all drafted, so it does not train what drafting computes. Columns without a picture's tokens
-(`models.target_columns`) follow the one that exists before them.
-
-Shapes: B rows, T tokens, F captured states, C counted columns, A query heads, G key/value heads, R = A/G, D head
-dimension, H hidden size, W entry width, K steps, Vd draft vocabulary.
+Shapes: B rows, T tokens, F captured states, C counted columns, H hidden size, K steps.
 """
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
 
-from draftsmith.models.alignment import Columns, Documents, Run
-from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, FeatureDrafter
-from draftsmith.models.layers import for_products, product_dtype
+from draftsmith.models.alignment import Columns, Documents
+from draftsmith.models.drafter_base import Drafter, DrafterConfig
+from draftsmith.models.drafters import KINDS
+from draftsmith.models.layers import product_dtype
 from draftsmith.models.prompt import DecoderInputs
 from draftsmith.models.target import Target
-from draftsmith.models.target_columns import TextColumns
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import Detach, StepWeight
 from draftsmith.train.attention.kernels import Kernel, kernel_for
-from draftsmith.train.attention.merged import merged_attention, runs_of_documents
+from draftsmith.train.attention.merged import merged_attention
 from draftsmith.train.loss.head_loss import HeadLoss, Teacher
 from draftsmith.train.loss.losses import LossWeights, feature_regression
 from draftsmith.train.loss.step_weights import acceptance_weights, fixed_weights
 
-# For each layer: keys and values of steps 1, 2, ... of the counted columns, [B, G, C, D] each.
-OwnColumns = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 NOISE_TOKENS = 512  # feature noise has the requested width in rows of this many tokens
-
-
-class _Chains:
-    """The keys and values of one stack of layers, for all counted columns at once.
-
-    Args:
-        entry_BTW: inputs of step 0, for all columns.
-        runs: of the counted columns.
-    """
-
-    def __init__(
-        self,
-        drafter: FeatureDrafter,
-        layers: Sequence[DraftLayer],
-        entry_BTW: torch.Tensor,
-        position_BT: torch.Tensor,
-        columns: Columns,
-        documents: Documents | None,
-        runs: Sequence[Run],
-        kernel: Kernel,
-    ):
-        self.drafter, self.layers = drafter, layers
-        self.runs, self.kernel = runs, kernel
-        rows, tokens = entry_BTW.shape[:2]
-        self.position = columns.gather(position_BT)  # [B, C]
-        rotary = drafter.rotary(entry_BTW, position_BT)
-        self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each layer: [B, G, T, D] keys and values
-        h = entry_BTW
-        for layer in layers:
-            x, residual = _enter(layer, h)
-            keys, values = layer.self_attn.keys_values(x, *rotary)
-            self.prefix.append((keys, values))
-            if layer is not layers[-1]:  # the layer above needs a key of every column
-                whole = runs_of_documents(documents, rows, tokens)
-                query = layer.self_attn.queries(x, *rotary)
-                h = layer.finish(residual, merged_attention(query, keys, values, [], [], whole, kernel))
-        # Only the counted columns query the last layer.
-        self.first_input = columns.gather(x), columns.gather(residual)
-        self.own: OwnColumns = [([], []) for _ in layers]
-
-    def first_step(self) -> torch.Tensor:
-        """Outputs [B, C, H] of step 0."""
-        layer, (x, residual) = self.layers[-1], self.first_input
-        query = layer.self_attn.queries(x, *self.drafter.rotary(residual, self.position))
-        return layer.finish(residual, merged_attention(query, *self.prefix[-1], [], [], self.runs, self.kernel))
-
-    def read(self, entry_BCW: torch.Tensor, step: int) -> None:
-        """Adds keys and values of a step that another stack drafted."""
-        [layer], [(keys, values)] = self.layers, self.own
-        x = _enter(layer, entry_BCW)[0]
-        key, value = layer.self_attn.keys_values(x, *self.drafter.rotary(entry_BCW, self.position + step))
-        self.own = [([*keys, key], [*values, value])]
-
-    def later_step(self, entry_BCW: torch.Tensor, step: int, own: OwnColumns) -> tuple[torch.Tensor, OwnColumns]:
-        """Outputs [B, C, H] of a step above 0, and `own` with its keys and values added.
-
-        `own` is passed in and returned: a checkpointed step must read the same when it runs again.
-        """
-        grown: OwnColumns = []
-        h = entry_BCW
-        cos, sin = self.drafter.rotary(h, self.position + step)
-        for layer, prefix, (own_keys, own_values) in zip(self.layers, self.prefix, own, strict=True):
-            x, residual = _enter(layer, h)
-            key, value = layer.self_attn.keys_values(x, cos, sin)
-            query = layer.self_attn.queries(x, cos, sin)
-            keys, values = [*own_keys, key], [*own_values, value]
-            h = layer.finish(residual, merged_attention(query, *prefix, keys, values, self.runs, self.kernel))
-            grown.append((keys, values))
-        return h, grown
-
-
-def _enter(layer: DraftLayer, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the attention's input in the precision of products, the residual stream in its own)."""
-    x, residual = layer.enter(entry)
-    return for_products(x), residual
-
-
-def _whole_pass(
-    drafter: FeatureDrafter, entry_BTW: torch.Tensor, position_BT: torch.Tensor, runs: Sequence[Run], kernel: Kernel
-) -> torch.Tensor:
-    """Outputs [B, T, H] of all columns; each sees its document's columns of the same pass up to itself."""
-    h = entry_BTW
-    rotary = drafter.rotary(h, position_BT)
-    for layer in drafter.stacks[0]:
-        x, residual = _enter(layer, h)
-        query, (keys, values) = layer.self_attn.queries(x, *rotary), layer.self_attn.keys_values(x, *rotary)
-        h = layer.finish(residual, merged_attention(query, keys, values, [], [], runs, kernel))
-    return h
 
 
 def kernel_of(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> Kernel:
@@ -167,7 +46,7 @@ def kernel_of(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -
 
 
 def unroll(
-    drafter: FeatureDrafter,
+    drafter: Drafter,
     captured_BTF: torch.Tensor,
     inputs_BT: DecoderInputs,
     columns: Columns,
@@ -176,73 +55,17 @@ def unroll(
     detach: Detach = False,
     documents: Documents | None = None,
     kernel: Kernel | None = None,
-    whole_passes: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Yields the layer's outputs [B, C, H] of steps 0 to `steps` - 1 for the counted columns.
-
-    At step k only columns with `columns.counted(k)` are meaningful; the others must be masked.
+    """Outputs [B, C, H] of steps 0 to `steps` - 1, as the drafter's kind computes them (`models.drafter_base.Steps`).
 
     Args:
-        inputs_BT: the tokens as the target's first layer reads them.
-        detach: whether gradients never flow from one step to the one before (HASS), or not where the stack changes.
-        documents: packed documents; None: every row is one.
         kernel: of attention; None: the best for the device.
-        whole_passes: ViSpec's published form instead of chains, for drafters with a single stack of layers.
     """
-    rows, tokens = captured_BTF.shape[:2]
-    places = documents.places if documents is not None else [(row, 0, tokens) for row in range(rows)]
-    # A document's last column never counts, so what stands behind it does not matter.
-    read = drafter.target_columns(captured_BTF, inputs_BT.following(), [TextColumns(*place) for place in places])
-    columns, documents = read.renumbered(columns, documents)
-    feature_BTH = drafter.fuse(read.captured)
-    entry_BTW = drafter.entry_in_context(feature_BTH, read.embeddings, *read.context)
     if kernel is None:
-        kernel = kernel_of(drafter.config, entry_BTW.device, product_dtype(entry_BTW.device, drafter.dtype))
-
-    def run(function, *args):
-        # Not the reentrant form: it gives outputs inside containers no gradient.
-        return checkpoint(function, *args, use_reentrant=False) if gradient_checkpointing else function(*args)
-
-    def entry_of(feature: torch.Tensor, step: int) -> torch.Tensor:
-        context = (columns.gather(each) for each in read.context)
-        return drafter.entry_in_context(feature, columns.gather(read.embeddings, step), *context)
-
-    if whole_passes:
-        runs = runs_of_documents(documents, *entry_BTW.shape[:2])
-        first_BT = torch.arange(entry_BTW.shape[1], device=entry_BTW.device)[None] == 0
-        if documents is not None:
-            first_BT = documents.position == 0
-        for step in range(steps):
-            output = run(_whole_pass, drafter, entry_BTW, read.positions, runs, kernel)
-            yield columns.gather(output, step)
-            if step + 1 < steps:
-                drafted_BTH = drafter.feedback(output.detach() if detach else output).roll(1, dims=1)
-                drafted_BTH = torch.where(first_BT[..., None], feature_BTH, drafted_BTH)
-                entry_BTW = drafter.entry_in_context(drafted_BTH, read.embeddings, *read.context)
-        return
-
-    stack = drafter.stack_of(0)
-    common = entry_BTW, read.positions, columns, documents, columns.runs(documents), kernel
-    chains = _Chains(drafter, drafter.stacks[stack], *common)
-    output = run(chains.first_step)
-    yield output
-    drafted: list[torch.Tensor] = []  # features of steps 1, 2, ... for the next stack
-    for step in range(1, steps):
-        feature = drafter.feedback(output)
-        handed = feature.detach() if detach else feature
-        if drafter.stack_of(step) != stack:
-            stack, feature = drafter.stack_of(step), handed
-            chains = _Chains(drafter, drafter.stacks[stack], *common)
-            for earlier, its_feature in enumerate(drafted, start=1):
-                chains.read(entry_of(its_feature, earlier), earlier)
-        elif detach is True:
-            feature = handed
-        output, chains.own = run(
-            lambda f, k, own, c=chains: c.later_step(entry_of(f, k), k, own), feature, step, chains.own
-        )
-        if len(drafter.stacks) > 1:
-            drafted.append(handed)
-        yield output
+        kernel = kernel_of(drafter.config, drafter.device, product_dtype(drafter.device, drafter.dtype))
+    attend = partial(merged_attention, kernel=kernel)
+    how = attend, gradient_checkpointing, detach, documents
+    return KINDS[type(drafter.config)].steps(drafter, captured_BTF, inputs_BT, columns, steps, *how)
 
 
 def add_noise(
@@ -308,19 +131,17 @@ class TrainingTimeTest(nn.Module):
 
     Args:
         kernel: of attention; None: the best of the device.
-        whole_passes: see `unroll`.
     """
 
     def __init__(
         self,
-        drafter: FeatureDrafter,
+        drafter: Drafter,
         steps: int,
         step_weight: StepWeight,
         gradient_checkpointing: bool = False,
         weights: LossWeights | None = None,
         detach: Detach = False,
         kernel: Kernel | None = None,
-        whole_passes: bool = False,
     ):
         super().__init__()
         self.drafter = drafter
@@ -330,7 +151,6 @@ class TrainingTimeTest(nn.Module):
         self.weights = weights or LossWeights()
         self.detach: Detach = detach
         self.kernel = kernel
-        self.whole_passes = whole_passes
         self.logits_at_once: int | None = None  # of a chunk in the head's pass; None: by device
         self.bf16 = False  # products in bfloat16
         self.caches_casts = True  # bfloat16 weights; off where weights are freed after use
@@ -361,7 +181,7 @@ class TrainingTimeTest(nn.Module):
         teacher: Teacher,
         documents: Documents | None,
     ) -> UnrollSums:
-        how = self.gradient_checkpointing, self.detach, documents, self.kernel, self.whole_passes
+        how = self.gradient_checkpointing, self.detach, documents, self.kernel
         fixed = fixed_weights(self.step_weight, self.steps)
         # Before the unroll: a copy to the device waits for work that was queued before it.
         weights_KBC = torch.tensor(fixed or [1.0] * self.steps, device=captured_BTF.device)[:, None, None]

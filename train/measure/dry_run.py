@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.models.alignment import Columns, Run
 from draftsmith.models.costs import Meter, TargetSize, attention_shapes
+from draftsmith.models.drafter_base import DrafterConfig, FrozenHead
 from draftsmith.models.drafters import build_drafter
 from draftsmith.models.families import scaled_logits
-from draftsmith.models.feature_drafter import DrafterConfig, FrozenHead
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TrainSection

@@ -15,8 +15,8 @@ from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.recorded.replay import pass_tokens, replay_bytes
 from draftsmith.models.context_limits import longest_row
 from draftsmith.models.costs import Device, TargetSize, target_forward_bytes
+from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.drafters import trainable_parameters
-from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.schema import CHAINS, Recipe
 from draftsmith.train.measure.dry_run import LAYER, LOGITS, WEIGHT_SHAPED, dry_run
@@ -132,9 +132,8 @@ def planned_replay_bytes(run: PlannedRun) -> float:
         rows = min(rows, sum(len(row.spans) for row in run.validation_rows))
     shape, size = run.shape, run.size
     layers = len(shape.capture_layers)
-    keys_values = 2 * shape.num_key_value_heads * shape.head_dim * 4 * shape.cached_layers
     states = layers * shape.hidden_size * size.dtype.itemsize
-    kept = replay_bytes(rows * longest, rows, longest, states, keys_values)
+    kept = replay_bytes(rows * longest, rows, longest, states, shape.column_bytes)
     tokens = max(longest, pass_tokens(run.device.type))
     target_pass = 0 if run.reads_states else target_forward_bytes(run.files.text_config, size, 1, tokens, layers)
     # Logits and probabilities of a draft call's nodes, in float32; the first call's prompt columns need no more.

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab, read_weights
-from draftsmith.models.drafters import build_drafter, kind_text, padded
+from draftsmith.models.drafter_base import Drafter, DrafterConfig
+from draftsmith.models.drafters import build_drafter, kind_text
 from draftsmith.models.eagle3 import Eagle3Drafter
-from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
-from draftsmith.models.poss import Specialists, SpecialistsConfig, specialists_of
 from draftsmith.models.target import Target
-from draftsmith.models.vispec import VisionConfig, VisionDrafter, with_vision
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterSection
@@ -21,7 +19,7 @@ from draftsmith.train.run.lora import add_lora
 
 def new_drafter(
     section: DrafterSection, shape: DrafterConfig, vocab: DraftVocab, target: Target, identity: dict[str, Any]
-) -> FeatureDrafter:
+) -> Drafter:
     """A drafter with the weights that training starts from, on the CPU.
 
     Args:
@@ -42,20 +40,16 @@ def new_drafter(
     return drafter
 
 
-def start_from(directory: Path, drafter: FeatureDrafter, identity: dict[str, Any]) -> None:
-    """Copies the weights of a trained drafter: one of the same shape, one with narrower MLPs (`drafters.padded`), a
-    single layer into all specialists, a text drafter under a new vision adaptor, or both.
+def start_from(directory: Path, drafter: Drafter, identity: dict[str, Any]) -> None:
+    """Copies the weights of a trained drafter: one of the same shape, a single layer into all specialists, a
+    text drafter under a new vision adaptor, or both.
 
     Raises:
         UserError: see `check_start`.
     """
     given = check_start(directory, drafter.config, drafter.vocab, identity)
     tensors = read_weights(directory)
-    if isinstance(drafter, Specialists) and not isinstance(given, SpecialistsConfig):
-        tensors = specialists_of(tensors, drafter.config)
-    if isinstance(drafter, VisionDrafter) and not isinstance(given, VisionConfig):
-        tensors = with_vision(tensors, drafter)
-    drafter.load_state_dict(padded(tensors, drafter))
+    drafter.load_state_dict(drafter.adapted(tensors, given))
 
 
 def check_start(
@@ -95,7 +89,6 @@ def check_start(
         f"{key} is {has.get(key)!r} there, {value!r} here"
         for key, value in wants.items()
         if key not in unknown and has.get(key) != value
-        if not (key == "intermediate_size" and has[key] < value)  # a wider MLP can start as a narrow one
     ]:
         raise UserError(
             f"drafter.init_from: {directory} has another shape: {'; '.join(different)}; ask for the same shape"

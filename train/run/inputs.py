@@ -7,7 +7,7 @@ from draftsmith.data_gen.states.store import Store
 from draftsmith.data_gen.training_rows.rows import TrainingRow, usable_rows
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.checkpoint import shape_of_run
-from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, load_metadata

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from draftsmith.models.feature_drafter import FeatureDrafter
+from draftsmith.models.drafter_base import Drafter
 from draftsmith.recipes.errors import UserError, quoted
 from draftsmith.recipes.schema import LoraSection
 
@@ -32,7 +32,7 @@ class LowRankSum(nn.Module):
         return torch.addmm(weight, self.b, self.a, alpha=self.scale)
 
 
-def add_lora(drafter: FeatureDrafter, section: LoraSection) -> None:
+def add_lora(drafter: Drafter, section: LoraSection) -> None:
     """Freezes the drafter and adds trainable matrices to its linear layers.
 
     Raises:
@@ -52,7 +52,7 @@ def add_lora(drafter: FeatureDrafter, section: LoraSection) -> None:
             parametrize.register_parametrization(module, "weight", low_rank)
 
 
-def merge_lora(drafter: FeatureDrafter) -> None:
+def merge_lora(drafter: Drafter) -> None:
     """Makes it an ordinary drafter of the same weights, in place. Without LoRA nothing changes."""
     for module in list(drafter.modules()):
         if parametrize.is_parametrized(module, "weight"):

@@ -9,7 +9,7 @@ from typing import Any
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.checkpoint import current_folder
 from draftsmith.models.context_limits import longest_row
-from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.schema import Recipe

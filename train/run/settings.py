@@ -2,7 +2,7 @@
 
 import torch
 
-from draftsmith.models.feature_drafter import FeatureDrafter
+from draftsmith.models.drafter_base import Drafter
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.loss.losses import LossWeights
 from draftsmith.train.loss.unroll import TrainingTimeTest
@@ -18,7 +18,7 @@ def loss_weights(section: TrainSection) -> LossWeights:
     )
 
 
-def trainee_of(section: TrainSection, drafter: FeatureDrafter) -> TrainingTimeTest:
+def trainee_of(section: TrainSection, drafter: Drafter) -> TrainingTimeTest:
     """The drafter with its unroll and loss."""
     return TrainingTimeTest(
         drafter,
@@ -27,7 +27,6 @@ def trainee_of(section: TrainSection, drafter: FeatureDrafter) -> TrainingTimeTe
         section.gradient_checkpointing,
         loss_weights(section),
         section.detach_features,
-        whole_passes=section.unroll == "passes",
     )
 
 

@@ -159,7 +159,7 @@ def peak_tokens_per_second(recipe: Recipe, inputs: Inputs, device: torch.device)
     """Tokens a second that one device would train at its peak, by the operations of a row of mean length. None for
     devices whose peak is not known, and for ViSpec, where pictures cost something else."""
     peak = device_here(str(device)).peak_flops
-    if peak is None or recipe.drafter.kind == "vispec":
+    if peak is None or inputs.shape.reads_pictures:
         return None
     rows, files = inputs.rows, inputs.files
     tokens = max(1, sum(map(length_of, rows)) // len(rows))

@@ -24,7 +24,8 @@ from draftsmith.eval.decoding.policies import PolicyProposer, TreePolicy, policy
 from draftsmith.eval.measured.metrics import summarise
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import StatesOf, replay
-from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
+from draftsmith.models.drafter_base import Drafter
+from draftsmith.models.drafters import drafting_of
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, cut_by_file
@@ -109,7 +110,7 @@ class ValidationReplay:
         return cls(answers, policy_of(recipe.eval.tree), recipe.eval.replay_batch_size, cut)
 
     def share(
-        self, target: Target, drafter: FeatureDrafter, rank: int, ranks: int, states: StateSource | None = None
+        self, target: Target, drafter: Drafter, rank: int, ranks: int, states: StateSource | None = None
     ) -> list[Generation]:
         """The rounds of this rank's answers.
 
@@ -124,7 +125,7 @@ class ValidationReplay:
         if isinstance(states, StoredStates):  # of all tokens of each answer but the last one
             read = [(row, len(answer.prompt) + len(answer.tokens) - 1) for answer, row in mine]
             states_of = lambda numbers: states.captured([read[number] for number in numbers])  # noqa: E731
-        proposer = PolicyProposer(FeatureDrafting(drafter, self.cut), self.policy)
+        proposer = PolicyProposer(drafting_of(drafter, self.cut), self.policy)
         with torch.autocast(target.device.type, enabled=False):  # as decoding runs
             return replay(target, proposer, [answer for answer, _ in mine], self.batch_size, states_of=states_of)
 
