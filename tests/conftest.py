@@ -2,12 +2,14 @@
 
 import copy
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -91,9 +93,43 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
-def target_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`shared(name, make)`: a folder that `make` fills once for all workers. Tests copy what they change."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    root.mkdir(exist_ok=True)
+
+    def folder_of(name: str, make: Callable[[Path], object]) -> Path:
+        folder, done = root / name, root / f"{name}.done"
+        with FileLock(root / f"{name}.lock"):
+            if not done.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a worker whose `make` failed
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def target_dir(shared: Callable[..., Path], tokenizer: PreTrainedTokenizerFast) -> Path:
     """A model directory (Llama, 7 layers) with tokenizer and chat template, as `target.model` of a recipe."""
-    directory = tmp_path_factory.mktemp("target")
-    make_target().save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+
+    def make(directory: Path) -> None:
+        make_target().save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+    return shared("target", make)
+
+
+@pytest.fixture(scope="session")
+def six_steps(shared: Callable[..., Path], target_dir: Path) -> Callable[[str], Path]:
+    """By a drafter's kind: recipe.yaml and run/, in which that recipe's six steps are done (tests/training_runs.py)."""
+
+    def of_kind(kind: str) -> Path:
+        from tests.training_runs import train_six_steps  # what trains takes seconds to import
+
+        return shared(f"six-steps-{kind}", lambda folder: train_six_steps(folder, target_dir, kind))
+
+    return of_kind

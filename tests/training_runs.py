@@ -2,7 +2,9 @@
 
 import json
 import random
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +68,47 @@ def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "row_flops", lambda *_: 10**9)
 
 
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle3": {"vocab_size": 160},
+    "eagle": {"kind": "eagle"},
+    "poss": {"kind": "poss", "base": "eagle3", "positions_per_specialist": 1, "specialists": 3, "vocab_size": 160},
+    "vispec": {"kind": "vispec"},
+}
+
+
+def write_recipe(folder: Path, target: Path, kind: str = "eagle3", **sections: Any) -> Path:
+    """A recipe of six steps into folder/run."""
+    content = {
+        "output_dir": str(folder / "run"),
+        "target": {"model": str(target), "dtype": "float32", "device": "cpu"},
+        "drafter": DRAFTERS[kind],
+        "train": SIX_STEPS,
+        **sections,
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return folder / "recipe.yaml"
+
+
+def train_six_steps(folder: Path, target: Path, kind: str) -> None:
+    """Makes folder/recipe.yaml and folder/run, with checkpoints of steps 3 and 6 and the drafter."""
+    write_conversations(folder / "run/conversations.jsonl", 24)
+    vocab = torch.arange(0, 320, 320 // DRAFTERS[kind].get("vocab_size", 320))
+    DraftVocab(vocab, 320).save(folder / "run/draft_vocab.safetensors")
+    train(write_recipe(folder, target, kind))
+
+
 @pytest.fixture
 def recipe_path(tmp_path: Path, target_dir: Path) -> Path:
     """A recipe of six steps with its conversations and draft vocabulary in place."""
-    recipe = {
-        "output_dir": str(to_train(tmp_path / "run")),
-        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
-        "drafter": {"vocab_size": 160},
-        "train": SIX_STEPS,
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
+    to_train(tmp_path / "run")
+    return write_recipe(tmp_path, target_dir)
+
+
+@pytest.fixture
+def done_path(tmp_path: Path, target_dir: Path, six_steps: Callable[[str], Path]) -> Path:
+    """`recipe_path` after its six steps."""
+    shutil.copytree(six_steps("eagle3") / "run", tmp_path / "run")
+    return write_recipe(tmp_path, target_dir)
 
 
 def fresh_accelerator() -> None:
