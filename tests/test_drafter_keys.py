@@ -14,6 +14,7 @@ from tests.recipe_cases import write as write
 # Drafters and how they were published.
 
 HASS = {"token_loss": 0.1, "feature_loss": 1.0, "feature_noise": 0.2, "detach_features": True, "step_weight": 1.0}
+ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.95}
 
 
 EAGLE3 = {"token_loss": 1.0, "feature_loss": 0.0, "feature_noise": 0.0, "detach_features": False, "step_weight": 0.8}
