@@ -85,7 +85,7 @@ LLAMA2_CHAT = ("llama", {"num_key_value_heads": 4}, LLAMA2, "<unk> <s> </s>")
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "attention_bias": True}
 LLAVA, QWEN_VL = ("llava_next", {}, None, ""), ("qwen2_5_vl", {}, None, "")  # tests/tiny_vision.py has these
 
-# Recipe (but demos, which run as they are) -> (model_type, config, template, special tokens with pad, bos and eos first)
+# Recipe (no demo, which runs as it is) -> model_type, config, template, special tokens with pad, bos and eos first
 SHRUNKEN: dict[str, tuple[str, dict, str | None, str]] = {
     "llama3.1-8b-instruct": ("llama", {"rope_parameters": LLAMA3_ROPE}, LLAMA3, LLAMA3_SPECIAL),
     "llama3.3-70b-instruct": (
