@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from matplotlib.text import Text
 
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.benchmarks import PLAIN
@@ -67,25 +66,3 @@ def test_the_best_of_many_have_colours() -> None:
     fastest = sorted(many.drafting, key=lambda name: many.drafting[name]["speedup"])[-FEW:]
     assert many.main in best and set(fastest) - best <= {fastest[0]}
     assert many.roles[PLAIN] == "plain" and many.numbers["eagle2 0"] == 1
-
-
-@pytest.mark.parametrize("count", [6, 24])
-def test_the_figures_hold_the_best_and_the_main_contender(count: int) -> None:
-    content = acceptance_of(numbers_of(count))
-    shown = Legend.of(content).coloured
-    for plot in plots.acceptance_plots(content)[1:]:
-        figure = plot.draw(drawing.COLOURS.__getitem__)
-        texts = [text.get_text() for text in figure.findobj(Text)]
-        for name in shown:
-            assert any(name in text for text in texts) and f"{name}: " in plot.description, plot.name
-        assert not any(f"{name}: " in plot.description for name in set(content["contenders"]) - {PLAIN, *shown})
-
-
-def test_a_replay_shows_no_speeds() -> None:
-    content = acceptance_of(numbers_of(3))
-    for row in content["contenders"].values():
-        for key in ("speedup", "tokens_per_second", "speed_ratio", "mean_prompt_speedup", "overhead_share"):
-            row[key] = row[f"{key}_interval"] = None
-    comparison, by_position = plots.acceptance_plots(content)
-    assert len(comparison.draw(drawing.COLOURS.__getitem__).axes) == 1
-    assert (comparison.title, by_position.name) == ("tau by verified nodes", "acceptance_by_position")
