@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,27 +27,26 @@ OF_COMMANDS = [(command, *case) for command, cases in MISTAKES.items() if comman
 WITHOUT_RECIPE = ("import-drafter", "evalute")
 
 
-@pytest.fixture(scope="session")
-def place(shared: Callable[..., Path], six_steps: Callable[[str], Path], target_dir: Path) -> Path:
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, six_steps: Callable[[str], Path], target_dir: Path) -> Path:
     """What the words of mistakes.yaml name: a tiny target, a finished run, runs before training, and other files."""
-
-    def make(folder: Path) -> None:
-        (folder / "small.yaml").write_text(SMALLEST)
-        (folder / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
-        (folder / "taken").touch()
-        for name in ("folder", "written", "empty"):
-            (folder / name).mkdir()
-        shutil.copy(folder / "prompts.jsonl", folder / "written/conversations.jsonl")
-        (folder / "target").symlink_to(target_dir)
-        (folder / "done").symlink_to(six_steps("eagle3") / "run")
-        for name in ("run", "wide", "other"):
-            to_train(folder / name)
-        DraftVocab(torch.arange(160), 352).save(folder / "wide/draft_vocab.safetensors")
-        stranger = {"tokenizer_fingerprint": "another"}
-        DraftVocab(torch.arange(160), 320).save(folder / "other/draft_vocab.safetensors", stranger)
-        write_recipe(folder, Path("target"), output_dir="run", eval={"prompts": "prompts.jsonl"})
-
-    return shared("mistakes", make)
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "small.yaml").write_text(SMALLEST)
+    (folder / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
+    (folder / "taken").touch()
+    for name in ("folder", "written", "empty"):
+        (folder / name).mkdir()
+    shutil.copy(folder / "prompts.jsonl", folder / "written/conversations.jsonl")
+    (folder / "target").symlink_to(target_dir)
+    (folder / "done").symlink_to(six_steps("eagle3") / "run")
+    for name in ("run", "wide", "other"):
+        to_train(folder / name)
+    DraftVocab(torch.arange(160), 352).save(folder / "wide/draft_vocab.safetensors")
+    DraftVocab(torch.arange(160), 320).save(
+        folder / "other/draft_vocab.safetensors", {"tokenizer_fingerprint": "another"}
+    )
+    write_recipe(folder, Path("target"), output_dir="run", eval={"prompts": "prompts.jsonl"})
+    return folder
 
 
 @pytest.fixture
@@ -94,14 +92,14 @@ def test_a_mistake_is_told_before_anything_is_done(
 
 def test_all_mistakes_of_a_recipe_are_told_at_once(in_place: None) -> None:
     """As many as go together: one for each key."""
-    words: dict[str, tuple[list[str], Any]] = {}
+    chosen: dict[str, tuple[str, str]] = {}
     for *overrides, key, fix in MISTAKES["recipe"]:
         if len(overrides) == 1 and overrides[0].startswith(f"{key}=") and key.count(".") == 1:
-            words.setdefault(key, (overrides, fix))
-    problems = problems_of("small.yaml", *(word for overrides, _ in words.values() for word in overrides))
-    for key, (_, fix) in words.items():
-        assert any(f"`{key}" in problem and re.search(fix, problem) for problem in problems), key
-    assert len(words) > 20
+            chosen.setdefault(key, (overrides[0], fix))
+    problems = problems_of("small.yaml", *(override for override, _ in chosen.values()))
+    for key, (_, fix) in chosen.items():
+        assert any(key in problem and re.search(fix, problem) for problem in problems), key
+    assert len(chosen) > 20
 
 
 def test_every_key_checks_its_type_and_is_meant_by_its_misspelling(in_place: None) -> None:
