@@ -77,7 +77,7 @@ def test_run_returns_exit_codes(capsys, monkeypatch):
     cli.run(lambda: None, many_processes=True)
 
 
-@pytest.mark.parametrize(("used", "chosen", "sleep"), [(80.0, False, True), (80.0, True, False), (5.0, False, False)])
+@pytest.mark.parametrize(("used", "chosen", "sleep"), [(80.0, False, True), (80.0, True, False)])
 def test_waiting_threads_sleep_beside_other_jobs_unless_the_user_chose(used: float, chosen: bool, sleep: bool) -> None:
     env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", *launch.WAITING)}
     env |= {"OMP_DISPLAY_ENV": "verbose"} | ({"KMP_BLOCKTIME": "7"} if chosen else {})
@@ -146,11 +146,10 @@ def test_a_terminal_without_some_character_shows_its_number() -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        "from draftsmith.recipes.command.cli import run\nrun(lambda: print('a line'))",
         "from draftsmith.recipes.command.cli import run\nrun(lambda: [print('a line') for _ in range(99_999)] and 0)",
         "from draftsmith.recipes.command.console import main\nmain()",
     ],
-    ids=["at the end", "meanwhile", "help"],
+    ids=["meanwhile", "help"],
 )
 def test_a_reader_who_goes_away_is_no_defect(script: str) -> None:
     read, write_end = os.pipe()
@@ -158,3 +157,8 @@ def test_a_reader_who_goes_away_is_no_defect(script: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_closed_output_is_no_error() -> None:
+    command = f"exec {sys.executable} -m draftsmith.recipes.command.console run --help >&-"
+    assert subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, check=True).stderr == b""

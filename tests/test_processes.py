@@ -269,9 +269,3 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_row_named(
         load_file(output / f"checkpoints/step-{step:08d}/model.safetensors") for step in (skipped, skipped + 1)
     )
     assert all(torch.equal(before[name], after[name]) for name in after)
-
-
-@pytest.mark.slow
-def test_too_many_skipped_steps_stop_the_run(poisoned_place: Place) -> None:
-    with pytest.raises(AssertionError, match=r"1 steps had .* not finite, train\.max_skipped_steps allows 0"):
-        poisoned_place.run("eagle3", "stopped", 1, "train.max_skipped_steps=0", poisoned=POISON)
