@@ -31,6 +31,7 @@ from draftsmith.train.run import inputs
 from draftsmith.train.run.batches import BatchOrder
 from draftsmith.train.run.engine import Engine
 from draftsmith.train.run.loop import Loop
+from draftsmith.train.run.run_identity import run_identity
 from draftsmith.train.run.schedule import Schedule
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 from tests.training_runs import done_path as done_path
@@ -118,6 +119,21 @@ def test_every_row_is_read_once_an_epoch_and_in_the_same_order() -> None:
     again = BatchOrder(lengths, batch_size=4, seed=3)
     assert [again.rows(n) for n in (40, 3, 29)] == [order.rows(n) for n in (40, 3, 29)]
     assert [order.rows(n) for n in range(26)] != [order.rows(n) for n in range(26, 52)]
+
+
+def test_gradients_are_divided_by_the_columns_of_all_ranks(
+    recipe_path: Path, six_steps: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if another rank had as many columns, and no gradient."""
+    monkeypatch.setattr(Accelerator, "reduce", lambda _, tensor, how: tensor * (2 if how == "sum" else 1))
+    [line] = metrics(train(recipe_path, "train.max_steps=1"))
+    alone = metrics(six_steps("eagle3") / "run")[0]
+    assert line["grad_norm"] == pytest.approx(alone["grad_norm"] / 2, rel=1e-4)
+
+
+def test_micro_batches_of_all_processes_make_a_step(recipe_path: Path) -> None:
+    recipe, shape = load_recipe(recipe_path, ["train.gradient_accumulation_steps=3"]), SimpleNamespace(to_dict=dict)
+    assert run_identity(recipe, shape, {}, 2, {}, None)["micro-batches a step"] == 6  # type: ignore[arg-type]
 
 
 def test_changed_vocabulary_or_data_under_a_checkpoint_is_refused(done_path: Path) -> None:
