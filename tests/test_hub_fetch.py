@@ -61,7 +61,7 @@ def test_a_pickle_is_fetched_on_request_alone(hub: HubServer) -> None:
     assert (on_hub.fetch_drafter("me/drafter", allow_bin=True) / "pytorch_model.bin").read_bytes() == b"0"
 
 
-@pytest.mark.parametrize("files", [{}, {"config.json": b"{}"}, {"model.safetensors": b"0"}, {"d/config.json": b"{}"}])
+@pytest.mark.parametrize("files", [{"config.json": b"{}"}, {"model.safetensors": b"0"}])
 def test_a_repository_without_a_drafter(hub: HubServer, files: dict[str, bytes]) -> None:
     hub.add_repo("me/drafter", files)
     with pytest.raises(UserError, match=r"^me/drafter: this repository of the Hub has no config.json with safetensors"):
@@ -84,49 +84,30 @@ def stranger(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("HF_TOKEN", READER)
 
 
-def unknown(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
-    patch.setenv("HF_TOKEN", "hf_unknown")
-
-
 def offline(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(constants, "HF_HUB_OFFLINE", True)
-
-
-def unreachable(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
 
 
 def overloaded(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
     hub.faults.append(Fault("GET", "/api/", 503, times=9))
 
 
-def cut(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
-    hub.faults.append(Fault("GET", "/api/", None, times=9))
-
-
-def nothing(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
-    pass
-
-
 @pytest.mark.parametrize(
     ("change", "name", "said"),
     [
-        (nothing, "me/nothere", "the Hub has no model of this name that you may read; check the spelling"),
+        (None, "me/nothere", "the Hub has no model of this name that you may read; check the spelling"),
         (nobody, "me/private", "the Hub has no model of this name that you may read; .* or run `hf auth login` for a"),
-        (unknown, "me/drafter", "the Hub refuses the token .401: Invalid credentials.*; run `hf auth login`"),
         (stranger, "me/gated", "the Hub asks you to accept its licence first"),
-        (nothing, "me/drafter@v9", "the Hub has no revision 'v9' of it"),
+        (None, "me/drafter@v9", "the Hub has no revision 'v9' of it"),
         (offline, "me/drafter", "not in the Hub's cache, and HF_HUB_OFFLINE forbids asking the Hub"),
-        (unreachable, "me/drafter", "the Hub cannot be reached .ConnectError: .*; name a folder, or try again"),
-        (cut, "me/drafter", "the Hub cannot be reached .RemoteProtocolError"),
         (overloaded, "me/drafter", "the Hub is out of order .503: out of order.; wait a few minutes"),
-        (nothing, "me/a--b", "no name that a model of the Hub could have"),
+        (None, "me/a--b", "no name that a model of the Hub could have"),
     ],
 )
 def test_a_drafter_that_cannot_be_had(
     hub: HubServer,
     monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[HubServer, pytest.MonkeyPatch], None],
+    change: Callable[[HubServer, pytest.MonkeyPatch], None] | None,
     name: str,
     said: str,
 ) -> None:
@@ -134,14 +115,14 @@ def test_a_drafter_that_cannot_be_had(
     hub.add_repo("me/drafter", files)
     hub.add_repo("me/private", files, private=True)
     hub.add_repo("me/gated", files, gated=True)
-    change(hub, monkeypatch)
+    if change is not None:
+        change(hub, monkeypatch)
     name, _, revision = name.partition("@")
-    with pytest.raises(UserError, match=rf"^'{name}' is no folder in {re.escape(os.getcwd())}, and {said}") as told:
+    with pytest.raises(UserError, match=rf"^'{name}' is no folder in {re.escape(os.getcwd())}, and {said}"):
         on_hub.fetch_drafter(name, revision or None)
-    assert "hf_unknown" not in str(told.value)
 
 
-@pytest.mark.parametrize(("change", "revision"), [(offline, None), (unreachable, "main"), (overloaded, "commit")])
+@pytest.mark.parametrize(("change", "revision"), [(offline, None), (overloaded, "commit")])
 def test_without_the_hub_cached_files_are_taken(
     hub: HubServer,
     monkeypatch: pytest.MonkeyPatch,
