@@ -1,7 +1,6 @@
 """Progress bars: silent where all is quick, bars on a terminal, single lines in a log."""
 
 import io
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -58,11 +57,6 @@ def test_what_is_over_in_two_seconds_shows_nothing(
     assert drawn(monkeypatch, clock, terminal, 1.9) == ""
 
 
-def test_a_terminal_sees_a_bar(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    shown = drawn(monkeypatch, clock, True, 8)
-    assert shown.count("\r") > 1 and "4/8" in shown and shown.endswith("\n")
-
-
 def test_a_log_gets_one_line_a_stage_and_one_every_thirty_seconds(
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
@@ -97,18 +91,6 @@ def test_of_nested_bars_the_inner_one_speaks_and_a_quick_one_never(
     clock.now += 60
     speak_if_due()
     assert len(screen.getvalue().splitlines()) == 2
-
-
-def test_a_thread_speaks_while_a_unit_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen(terminal=False)
-    monkeypatch.setattr("sys.stderr", screen)
-    for name in ("SHOWN_AFTER_SECONDS", "SECONDS_BETWEEN_LINES", "SECONDS_BETWEEN_LOOKS"):
-        monkeypatch.setattr(progress, name, 0.0)
-    monkeypatch.setattr(Bar, "_thread", None)  # another one may be asleep
-    spoken = threading.Event()
-    monkeypatch.setattr(Bar, "print_line", lambda bar: spoken.set())
-    with Bar(total=1):
-        assert spoken.wait(60)
 
 
 def test_loading_weights_shows_as_our_bars_do(
