@@ -21,9 +21,9 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from tests.compare_cases import save_untrained
 from tests.export_cases import CUT, published_eagle3
+from tests.hub_cases import FakeHub, files_of, refused
 from tests.hub_cases import checkpoint as checkpoint
 from tests.hub_cases import hub as hub
-from tests.hub_server import Fault, HubServer
 from tests.training_runs import recipe_path as recipe_path
 from tests.training_runs import run_main, train
 
@@ -46,10 +46,6 @@ def place(tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
     }
     (tmp_path / "measure.yaml").write_text(yaml.safe_dump(recipe))
     return tmp_path
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
 def measured(place: Path, drafter: str, plan: bool = False) -> str | None:
@@ -87,34 +83,36 @@ def test_an_import_is_made_once_for_each_content_and_target(place: Path, monkeyp
     assert with_measured_drafters(recipe, plan=True).eval.drafter not in (first, second)
 
 
-def test_names_on_the_hub(hub: HubServer, place: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hub.add_repo("me/ours", files(checkpoint))
-    foreign = hub.add_repo("me/foreign", files(place / "foreign"))
-    commit = foreign.commits()[-1].oid
+def test_names_on_the_hub(hub: FakeHub, place: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.add_repo("me/ours", files_of(checkpoint))
+    foreign = hub.add_repo("me/foreign", files_of(place / "foreign"))
+    commit = foreign.oid()
     foreign.commit("another", {"config.json": b"{}"})
     name = f"me/foreign@{commit}"
     for each in ("me/ours", name):
         run_main(acceptance, "measure.yaml", f"eval.drafter={each}", "--plan")
         assert f"run/imported/{re.sub('[/@]', '--', each)}  [yet to be imported]" in capsys.readouterr().out
-    assert hub.counted("GET", "") == 0 and not (place / "run").exists()
-    assert files(Path(str(measured(place, "me/ours")))) == files(checkpoint)  # in the Hub's cache: nothing to import
+    assert hub.asked == 0 and not (place / "run").exists()
+    assert files_of(Path(str(measured(place, "me/ours")))) == files_of(
+        checkpoint
+    )  # in the Hub's cache: nothing to import
     imported = Path(str(measured(place, name)))
     assert imported.parent == Path("run/imported") and imported.name.startswith(f"me--foreign--{commit}-")
     tensors = load_file(imported / "model.safetensors")
     theirs = load_file(place / "foreign/model.safetensors")
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in tensors.items())
-    before = hub.counted("GET", "")
-    assert measured(place, name, plan=True) == str(imported) and hub.counted("GET", "") == before  # from the cache
+    before = hub.asked
+    assert measured(place, name, plan=True) == str(imported) and hub.asked == before  # from the cache
     rivals = json.dumps([{"name": "theirs", "drafter": name}])
     [rival] = with_measured_drafters(load_recipe("measure.yaml", [f"eval.also={rivals}"]), plan=False).eval.also
     writing = with_writing_drafter(load_recipe("measure.yaml", [f"data.generator.drafter={name}"]), plan=False)
     assert rival.drafter == writing.data.generator.drafter == str(imported)
-    before = hub.counted("GET", "")
+    before = hub.asked
     save_untrained(place / "me/ours", Path(load_recipe("measure.yaml").target.model))
-    assert measured(place, "me/ours") == "me/ours" and hub.counted("GET", "") == before  # a local folder wins
+    assert measured(place, "me/ours") == "me/ours" and hub.asked == before  # a local folder wins
 
 
-def test_what_the_hub_does_not_give_is_told_at_its_key(hub: HubServer, place: Path) -> None:
+def test_what_the_hub_does_not_give_is_told_at_its_key(hub: FakeHub, place: Path) -> None:
     hub.add_repo("me/pickle", {"config.json": b"{}", "pytorch_model.bin": b"0"})
     rivals = "eval.also=[{name: x, drafter: me/pickle}, {name: y, drafter: nowhere}]"
     with pytest.raises(UserError) as told:
@@ -122,7 +120,7 @@ def test_what_the_hub_does_not_give_is_told_at_its_key(hub: HubServer, place: Pa
     gone, pickle = told.value.problems
     assert gone.startswith(f"eval.drafter: 'me/gone' is no folder in {place}, and the Hub has no model of this name")
     assert pickle.startswith("eval.also.0.drafter: me/pickle: this repository of the Hub has no config.json with safe")
-    hub.faults.append(Fault("GET", "/api/", 503, times=9))
+    hub.refuses["model_info"] = refused(503)
     recipe = load_recipe("measure.yaml", ["drafter.init_from=me/gone"])
     with pytest.raises(UserError, match=r"^drafter.init_from: 'me/gone' is no folder .* out of order"):
         with_start(recipe, plan=False)
