@@ -19,13 +19,16 @@ from draftsmith.data_gen import label_trees, rank_vocab, regenerate, reprompt
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.models.chat import render_marked, render_prompt
+from draftsmith.models.checkpoint import read_drafter_config
+from draftsmith.models.target import default_capture_layers
 from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe, TrainSection, other_than_published
 from draftsmith.train import c2t
+from tests.conftest import make_target, make_tokenizer
 from tests.thinning import a_few
-from tests.tiny_vision import picture
+from tests.tiny_vision import FAMILIES, picture, save_vision_target
 from tests.training_runs import TRAINED_BY, run_main
 
 ROOT = Path(__file__).parents[1]
@@ -92,8 +95,8 @@ def inputs(recipe: Recipe, folder: Path) -> list[str]:
 
 
 SMALL = """
-target.thinking=null target.template_args={} target.dtype=float32 target.device=cpu data.max_prompts=12 data.max_length=200
-data.generator.kind=transformers
+target.thinking=null target.template_args={} target.dtype=float32 target.device=cpu
+data.max_prompts=12 data.max_length=200 data.generator.kind=transformers
 data.generator.max_new_tokens=16 train.max_steps=3 train.warmup_steps=1 train.mixed_precision=no
 train.save_every_steps=2 train.log_every_steps=1 train.validation_conversations=2 eval.max_prompts=2
 eval.max_new_tokens=12 eval.tree.nodes=12 eval.tree.draft_calls=3
