@@ -222,21 +222,6 @@ def test_a_run_that_starts_from_a_drafter_trains_again_after_that_one(stages: St
         assert "train" in stages.run(f"drafter.init_from={tmp_path / 'start'}")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere stages are not forked")
-def test_what_stages_inherit_has_not_touched_a_gpu() -> None:
-    """CUDA cannot be used in a process that was forked off one which has asked for its devices."""
-    script = """
-import torch
-def refuse(*_): raise AssertionError("asked for the GPU")
-for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
-    setattr(torch.cuda, name, refuse)
-from draftsmith.recipes.command import pipeline
-pipeline._import_for_stages()
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is told on Linux alone")
 @pytest.mark.parametrize(
     "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGTERM")), "SIGKILL"]
@@ -302,21 +287,6 @@ def test_a_stage_that_did_not_end_well_is_not_done(stages: Stages, capsys: pytes
     with pytest.raises(SystemExit) as ended:
         stages.run("train.max_steps=9")
     assert ended.value.code == 1
-
-
-def test_a_plan_goes_through_all_stages_whatever_cannot_work(
-    stages: Stages, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stages.fails["regenerate"] = stages.fails["train"] = lambda: 2
-    with pytest.raises(SystemExit) as ended:
-        stages.run("--plan")
-    assert ended.value.code == 2 and stages.called == [f"{stage} --plan" for stage in ALL]
-    assert "cannot work as planned: regenerate, train\n" in capsys.readouterr().err
-    stages.fails.clear()
-    stages.fails["rank-vocab"] = lambda: 130  # Ctrl-C
-    with pytest.raises(SystemExit) as ended:
-        stages.run("--plan")
-    assert ended.value.code == 130 and len(stages.called) == 2
 
 
 def test_a_recipe_decides_which_stages_there_are(stages: Stages) -> None:

@@ -1,7 +1,5 @@
 """drafter.gguf: what llama.cpp computes from it, read back, and refused where llama.cpp would serve another drafter."""
 
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,6 @@ import torch
 pytest.importorskip("gguf")
 import gguf
 
-from draftsmith.models import export as export_script
 from draftsmith.models.drafters import build_drafter
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.formats import gguf_file, llama_cpp
@@ -23,8 +20,6 @@ from draftsmith.models.formats.folder import Folder
 from draftsmith.models.formats.foreign import Foreign, probe_log_probs
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from tests.compare_cases import save_untrained
-from tests.training_runs import run_main
 
 ENGINE = ENGINES["llama.cpp"]
 V, H, LAYERS = 64, 32, 8
@@ -293,58 +288,3 @@ def test_the_file_of_another_target_is_refused(tmp_path: Path, capsys: pytest.Ca
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"t.gguf: not a whole GGUF file"):
             llama_cpp.check_target_gguf(make_source(), None, path)
-
-
-# In the place of llama.cpp's converter, which names a tokenizer's regex by a list of known ones.
-CONVERTER = """
-import argparse
-import gguf
-from transformers import AutoTokenizer
-from conversion.base import TextModel
-
-parser = argparse.ArgumentParser()
-for name in ("model", "--outfile", "--outtype"):
-    parser.add_argument(name)
-args = parser.parse_args()
-writer = gguf.GGUFWriter(args.outfile, "llama")
-writer.add_block_count(7)
-writer.add_embedding_length(32)
-writer.add_tokenizer_model("gpt2")
-writer.add_tokenizer_pre(TextModel().get_vocab_base_pre(AutoTokenizer.from_pretrained(args.model)))
-writer.add_token_list([str(i) for i in range(320)])
-writer.write_header_to_file()
-writer.write_kv_data_to_file()
-writer.write_tensors_to_file()
-writer.close()
-"""
-BASE = """
-class TextModel:
-    def get_vocab_base_pre(self, tokenizer):
-        raise NotImplementedError("BPE pre-tokenizer was not recognized")
-"""
-
-
-@pytest.mark.slow
-def test_the_command_writes_both_files(tmp_path: Path, target_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The converter does not know this tokenizer, which splits text as GPT-2's does. One of another kind ends it."""
-    checkout, drafter, out = (tmp_path / name for name in ("llama.cpp", "drafter", "served"))
-    (checkout / "conversion").mkdir(parents=True)
-    (checkout / "conversion/base.py").write_text(BASE)
-    (checkout / "convert_hf_to_gguf.py").write_text(CONVERTER)
-    save_untrained(drafter, target_dir)
-    (drafter / "provenance.json").write_text('{"versions": {}}')
-    for _ in range(2):  # the second one replaces both
-        run_main(export_script, drafter, "--to", "llama.cpp", "--out", out, "--with-target", checkout)
-    assert f"-m {out}/target.gguf -md {out}/drafter.gguf --spec-type draft-eagle3" in capsys.readouterr().out
-    assert {each.name for each in out.iterdir()} == {"drafter.gguf", "target.gguf", "README.md"}
-    for name in ("target.gguf", "drafter.gguf"):
-        assert gguf_file.read_gguf(out / name).config["tokenizer.ggml.pre"] == "gpt-2"
-    other = tmp_path / "target"
-    shutil.copytree(target_dir, other)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    tokenizer["pre_tokenizer"]["use_regex"] = False
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    source = replace(Source.read(drafter), target=Source.read(drafter).target | {"model": str(other)})
-    with pytest.raises(UserError, match=r"could not convert .*was not recognized; convert it yourself"):
-        llama_cpp.convert_target(source, checkout, tmp_path / "out/target.gguf", torch.float32)
-    assert list((tmp_path / "out").iterdir()) == []

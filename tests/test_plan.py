@@ -20,7 +20,6 @@ from draftsmith.models.costs import (
     cache_bytes_per_token,
     checkpoint_bytes,
     drafter_bytes,
-    duration,
     gigabytes,
     target_size,
 )
@@ -37,7 +36,6 @@ from draftsmith.train.measure import memory as peak_memory
 from draftsmith.train.measure import plan as planning
 from draftsmith.train.measure.dry_run import CPU_FLASH_FLOPS, DryRun, dry_run, row_flops
 from draftsmith.train.measure.memory import PlannedRun, planned_memory
-from draftsmith.train.measure.plan import last_logged
 from tests.conftest import make_target, make_tokenizer
 from tests.training_runs import metrics, run_main, to_train, train, write_conversations
 from tests.training_runs import no_dry_run as no_dry_run
@@ -256,14 +254,6 @@ def test_plan_tells_the_steps_and_files_of_the_run(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.usefixtures("no_dry_run")
-def test_plan_without_conversations_says_what_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = recipe_file(tmp_path, data={"prompts": "hf:org/name", "max_length": 100})  # not looked up
-    printed = plan(path, capsys)
-    assert "draftsmith regenerate" in printed["reads"] and "unknown" in printed["steps, time"]
-    assert "9 of 4 rows on 1 process" in plan(path, capsys, "train.max_steps=9", "train.warmup_steps=2")["steps"]
-
-
-@pytest.mark.usefixtures("no_dry_run")
 def test_a_plan_names_all_that_cannot_work_at_its_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,15 +298,3 @@ def test_an_export_that_would_be_refused_is_told_before_anything_is_written(tmp_
             with pytest.raises(UserError, match=r"(?s)^export\.to: .*unscaled table.* exported to vllm, speculators"):
                 run_main(command, path, "export.to=sglang", *plan)
     assert set(tmp_path.rglob("*")) == before
-
-
-def test_last_logged_step_survives_a_torn_line(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    assert last_logged(metrics) == (0, None)
-    metrics.write_text('{"step": 10, "tokens_per_second": 123}\n{"step": 20, "tok')
-    assert last_logged(metrics) == (10, 123.0)
-
-
-def test_sizes_and_times_in_words() -> None:
-    assert [gigabytes(n) for n in (2.4e6, 12e6, 1.3e9, 142e9)] == ["2.4 MB", "12 MB", "1.3 GB", "142 GB"]
-    assert [duration(s) for s in (5, 600, 7300, 2e5)] == ["5 seconds", "10.0 minutes", "2.0 hours", "2.3 days"]

@@ -102,17 +102,6 @@ def test_a_cell_that_fails_is_told_and_the_others_go_on(place: Path) -> None:
     assert make(place) == ["drafter/a", "drafter/a/more"]
 
 
-def test_mistakes_are_told(place: Path) -> None:
-    with pytest.raises(UserError, match="--only: no cell is called drafter/c"):
-        make(place, "--only", "drafter/c", "drafter/a")
-    (place / "results.jsonl").write_text('{"cell": "a"}\n{"cel')
-    with pytest.raises(UserError, match=r"results\.jsonl:2: no line of a study"):
-        make(place)
-    (place / "small.yaml").write_text(SMALL.replace("{weight}", "{wieght}"))
-    with pytest.raises(UserError, match=r"no value for \{wieght\}"):
-        make(place)
-
-
 # Statistics and pages.
 
 TOKENS = np.random.default_rng(9).integers(10, 40, 30).tolist()
@@ -130,14 +119,6 @@ def found() -> Found:
         for seed in seeds:
             lines[cells_of(arm)[seed]] = {"replay": {TREE: {"rounds_by_answer": rounds(seed + more, more)}}}
     return Found(CELLS, lines)
-
-
-def test_taus_are_means_over_seeds_of_tokens_by_rounds(found: Found) -> None:
-    tau = found.tau("eagle2")
-    by_hand = [(sum(TOKENS) - 30) / sum(rounds(seed + 3, 3)) for seed in range(3)]
-    assert tau is not None and list(tau.by_seed.values()) == pytest.approx(by_hand)
-    assert tau.value == pytest.approx(sum(by_hand) / 3) and tau.interval[0] < tau.value < tau.interval[1]
-    assert found.tau("poss1") is None and tables.with_interval(None) == tables.in_percent(None) == "not run"
 
 
 def test_ratios_are_paired_by_prompt_and_seed(found: Found) -> None:
