@@ -2,16 +2,12 @@
 
 import io
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.utils import logging as transformers_logging
 
-from draftsmith.models import target
 from draftsmith.recipes.command import progress
 from draftsmith.recipes.command.progress import Bar, speak_if_due
-from draftsmith.recipes.schema import TargetSection
 from tests.clock import Clock
 
 
@@ -91,19 +87,3 @@ def test_of_nested_bars_the_inner_one_speaks_and_a_quick_one_never(
     clock.now += 60
     speak_if_due()
     assert len(screen.getvalue().splitlines()) == 2
-
-
-def test_loading_weights_shows_as_our_bars_do(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made: list[dict[str, Any]] = []
-
-    class Noted(Bar):
-        def __init__(self, *args: Any, **settings: Any):
-            made.append(settings)
-            super().__init__(*args, **settings)
-
-    transformers_logging.enable_progress_bar()  # a capture in this process has switched it off
-    monkeypatch.setattr(target, "Bar", Noted)
-    target.load_causal_lm(TargetSection(model=str(target_dir), device="cpu"))
-    assert [settings["desc"] for settings in made] == ["Loading weights"] and capsys.readouterr().err == ""

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.measured import benchmarks
 from draftsmith.eval.measured.generation_log import read_generations, token_texts
 from draftsmith.eval.measured.metrics import summarise_all
 from draftsmith.eval.page import drawing, summary
 from draftsmith.eval.page import files as report_files
 from draftsmith.eval.page.figures import parts_of
-from draftsmith.recipes.prompts.reader import Rejects
 from tests.conftest import make_tokenizer
 from tests.report_cases import (
     MADE,
@@ -114,38 +112,6 @@ def test_token_texts_join_to_the_answer() -> None:
     assert texts[-1] == "<|end|>" and "\U0001f600" in texts and texts.count("") >= 3  # four bytes, one place
     broken = [tokenizer.convert_tokens_to_ids(token) for token in ("ð", "Ł", "a")]  # bytes of no character
     assert "".join(token_texts(tokenizer, broken)).endswith("a")
-
-
-def test_every_contender_s_answers_are_logged_with_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer: Any = make_tokenizer()
-    ids = tokenizer("the cat<|end|>")["input_ids"]
-    monkeypatch.setattr(
-        *(benchmarks, "decode"),
-        lambda verifier, proposer, prompts, *_: [Generation(list(prompt), ids, [], False) for prompt in prompts],
-    )
-    monkeypatch.setattr(benchmarks, "TargetVerifier", lambda *_: None)
-    one = tmp_path / "one.jsonl"
-    one.write_text('{"question_id": 0, "category": "writing", "turns": ["a", "b"]}\n')
-    (tmp_path / "two").mkdir()
-    two = tmp_path / "two/other.jsonl"
-    two.write_text('{"question_id": 0, "turns": ["c"]}\n{"question_id": 1, "turns": ["d"]}\n')
-    rejects = Rejects()
-    asked = benchmarks.load_questions([str(one), str(two)], rejects, 1)  # of each source
-    assert not rejects.total  # the same number in two benchmarks is not a repetition
-    bench = benchmarks.Bench(None, tokenizer, (4,), max_new_tokens=20, max_length=90)  # type: ignore[arg-type]
-    with (tmp_path / "log.jsonl").open("w") as file:
-        bench.run(asked, {MAIN: None}, MAIN, file, rejects)
-    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    places = [(r["benchmark"], r["category"], r["conversation_id"], r["turn"]) for r in records]
-    expected = [("one", "writing", "0", 1), ("one", "writing", "0", 2), ("other", None, "0", 1)]
-    assert places == [place for place in expected for _ in (PLAIN, MAIN)]
-    assert [r["question"] for r in records if r["contender"] == MAIN] == ["a", "b", "c"]
-    assert records[1]["text"] == "the cat" and "".join(records[1]["token_texts"]) == "the cat<|end|>"
-    shards = [f"{tmp_path}/two/*.jsonl", f"{tmp_path}/o*.jsonl"]
-    named = [(question.id, question.benchmark) for question in benchmarks.load_questions(shards, rejects, 2)]
-    assert named == [("0", "two"), ("1", "two"), ("0", "o*")]
-    first = benchmarks.load_questions([str(one)], rejects, None, first_turns_only=True)
-    assert [len(question.turns) for question in first] == [1]
 
 
 def test_the_table_fits_eighty_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

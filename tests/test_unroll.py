@@ -3,7 +3,6 @@ Neither checkpointing nor how documents are laid out in rows changes anything.
 """
 
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.layers import GatedMLP, RmsNorm, rotary
 from draftsmith.models.prompt import DecoderInputs
-from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.attention.kernels import BLOCKS, FLASH_CPU, Kernel
 from draftsmith.train.loss.head_loss import Teacher
 from draftsmith.train.loss.unroll import (
@@ -24,7 +22,6 @@ from draftsmith.train.loss.unroll import (
     teacher_of,
     unroll,
 )
-from draftsmith.train.run import settings
 from draftsmith.train.run.batches import MicroBatch, collate, collate_as
 from tests.drafter_cases import (
     CASES,
@@ -281,12 +278,6 @@ def test_the_unroll_on_a_gpu_is_the_cpu_s(name: str, bf16: bool, packed: bool) -
     trainee(states.captured.to(device), inputs, columns.to(device), teacher, there.documents).loss.backward()
     for key, own in gradients(drafter).items():
         assert (own.cpu() - expected[key]).norm() <= (0.05 if bf16 else 1e-3) * expected[key].norm(), key
-
-
-@pytest.mark.parametrize("attention", ["auto", "blocks"])
-def test_a_recipe_chooses_who_computes_attention(attention: Literal["auto", "blocks"]) -> None:
-    trainee = settings.trainee_of(TrainSection(attention=attention), drafter_of(CASES["eagle3"]))
-    assert trainee.kernel is (BLOCKS if attention == "blocks" else None)
 
 
 def test_a_batch_in_which_nothing_counts_gives_zero() -> None:
