@@ -223,9 +223,8 @@ def test_a_run_that_starts_from_a_drafter_trains_again_after_that_one(stages: St
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is told on Linux alone")
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGTERM")), "SIGKILL"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_stage_ends_with_the_command_that_started_it(name: str, tmp_path: Path) -> None:
     """Whoever sends the signal to `draftsmith run` alone."""
     child = f"""
