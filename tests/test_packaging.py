@@ -88,14 +88,22 @@ def shadowing(root: Path) -> list[str]:
     return problems
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports(path: Path) -> list[tuple[int, str]]:
     """(line, dotted name) of everything that a file imports, inside functions too; relative ones begin with a dot."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    found = []
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+    return found
 
 
 def forbidden_imports(root: Path) -> list[str]:
@@ -120,7 +128,7 @@ def private_imports(root: Path) -> list[str]:
     problems = []
     for _, path in modules(root):
         ours = {}  # modules of ours, by the name that they have in this file
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "draftsmith":
                 ours |= {alias.asname or alias.name: alias.name for alias in node.names}
@@ -139,7 +147,7 @@ def shared_names(root: Path) -> list[str]:
     """Public classes and functions that two modules define under one name."""
     homes: dict[str, list[str]] = defaultdict(list)
     for _, path in modules(root):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in parsed(path).body:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_":
                 homes[node.name].append(str(path.relative_to(root)))
     return [
@@ -284,7 +292,7 @@ def head_of(recipe: Path) -> str:
 def test_help_shows_commands_that_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--help` is the docstring (tests/test_command_line.py)."""
     monkeypatch.chdir(ROOT)  # recipes name files relative to it
-    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    doc = ast.get_docstring(parsed(path)) or ""
     name = str(path.relative_to(ROOT))
     own = [words for words in shown_commands("\n".join(f"    {line}" for line in doc.splitlines())) if words[0] == name]
     assert any(words[1].startswith("recipes/") for words in own), "no example on a shipped recipe"

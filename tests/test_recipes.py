@@ -166,7 +166,6 @@ MERGES = "a: &a {k: 1}\n" + "".join(
         (LAUGHS, r":\d+: not valid YAML: more than 10,000 values, those that aliases repeat included"),
         (MERGES, r":\d+: not valid YAML: more than 10,000 values"),
         ("a: " + "[" * 5000, ": not valid YAML: nested too deeply"),
-        ("- x\n" * 11_000, r":10000: not valid YAML: more than 10,000 values"),
         ("#" * 100_000, ": too long for a recipe, which has at most 60,000 characters"),
         ("train: {seed: 0x" + "f" * 5000 + "}\n", ":4: not valid YAML: a value of 5,002 characters that is not text"),
         ("train: {<<: 3}\n", ":4: not valid YAML: `<<` takes a section or a list of sections"),
@@ -175,7 +174,7 @@ MERGES = "a: &a {k: 1}\n" + "".join(
 )
 def test_a_recipe_that_would_fill_memory_or_stack_is_refused(write, text, expected):
     with limited(text[:20]):
-        problems = problems_of(write(text if text.startswith(("-", "output")) else SMALLEST + text))
+        problems = problems_of(write(text if text.startswith("output") else SMALLEST + text))
     assert any(re.search(expected, problem) for problem in problems)
     assert sum(map(len, problems)) < 3000
 
