@@ -2,17 +2,17 @@
 
 import copy
 import os
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests import shared
 
 # Models this small are faster on one thread, and tests side by side do not wait for each other; children inherit it.
 torch.set_num_threads(1)
@@ -87,49 +87,33 @@ def hub_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where xdist's workers share what they build, each worker's own folders beside it."""
+    base = tmp_path_factory.getbasetemp()
+    shared.folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    shared.folder.mkdir(exist_ok=True)
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer()
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
-    """`shared(name, make)`: a folder that `make` fills once for all workers. Tests copy what they change."""
-    base = tmp_path_factory.getbasetemp()
-    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
-    root.mkdir(exist_ok=True)
-
-    def folder_of(name: str, make: Callable[[Path], object]) -> Path:
-        folder, done = root / name, root / f"{name}.done"
-        with FileLock(root / f"{name}.lock"):
-            if not done.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # of a worker whose `make` failed
-                folder.mkdir()
-                make(folder)
-                done.touch()
-        return folder
-
-    return folder_of
-
-
-@pytest.fixture(scope="session")
-def target_dir(shared: Callable[..., Path], tokenizer: PreTrainedTokenizerFast) -> Path:
+def target_dir(shared_folder: None, tokenizer: PreTrainedTokenizerFast) -> Path:
     """A model directory (Llama, 7 layers) with tokenizer and chat template, as `target.model` of a recipe."""
 
-    def make(directory: Path) -> None:
+    def build(directory: Path) -> None:
         make_target().save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 
-    return shared("target", make)
+    return shared.built("target", build)
 
 
 @pytest.fixture(scope="session")
-def six_steps(shared: Callable[..., Path], target_dir: Path) -> Callable[[str], Path]:
-    """By a drafter's kind: recipe.yaml and run/, in which that recipe's six steps are done (tests/training_runs.py)."""
+def six_steps(target_dir: Path) -> Path:
+    """A folder with run/, in which the six steps of `training_runs.write_recipe` are done. Tests copy it."""
+    from tests.training_runs import train_six_steps  # what trains takes seconds to import
 
-    def of_kind(kind: str) -> Path:
-        from tests.training_runs import train_six_steps  # what trains takes seconds to import
-
-        return shared(f"six-steps-{kind}", lambda folder: train_six_steps(folder, target_dir, kind))
-
-    return of_kind
+    return shared.built("six-steps", lambda folder: train_six_steps(folder, target_dir))

@@ -1,7 +1,5 @@
 """Files and folders that are whole or not there, and locks that end with their process."""
 
-import contextlib
-import itertools
 import os
 import shutil
 import subprocess
@@ -108,29 +106,47 @@ def version_of(directory: Path) -> str:
 @pytest.mark.parametrize("link", [False, True])
 def test_a_folder_is_whole_and_a_stranger_s_files_are_kept_whatever_was_killed(link: bool, tmp_path: Path) -> None:
     """Two saves in a row, each killed at every deed: the second one begins where the first one left off."""
-    seen = set()
-    for first, second in itertools.product(range(1, 16), repeat=2):  # more deeds than a save has
-        root = tmp_path / f"{first} {second}"
-        directory = real = root / "it"
-        if link:
-            (root / "elsewhere").mkdir(parents=True)
-            real = root / "elsewhere/it"
-            directory.symlink_to(real)
-        write_version(directory, "0")
-        (real / "notes").mkdir()
-        (real / "notes/mine.txt").write_text("dear")
-        found = []
-        for number, version in ((first, "1"), (second, "2")):
-            with contextlib.suppress(Killed), killed_at(number):
-                write_version(directory, version)
-            found.append(version_of(directory))
-        seen.add(tuple(found))
-        write_version(directory, "3")
-        assert version_of(directory) == "3" and {path.name for path in real.iterdir()} == {"a", "b", "notes"}
-        assert (real / "notes/mine.txt").read_text() == "dear"
-        assert [path for path in real.parent.iterdir() if path != directory] == ([real] if link else [])
-        assert directory.is_symlink() == link
+    seen, states = set(), set()
+    for first in range(1, 30):
+        for second in range(1, 30):
+            root = tmp_path / f"{first} {second}"
+            directory = real = root / "it"
+            if link:
+                (root / "elsewhere").mkdir(parents=True)
+                real = root / "elsewhere/it"
+                directory.symlink_to(real)
+            write_version(directory, "0")
+            (real / "notes").mkdir()
+            (real / "notes/mine.txt").write_text("dear")
+            (real / "left.txt").write_text("self")
+
+            def kill(number: int, version: str, directory: Path = directory) -> bool:
+                try:
+                    with killed_at(number):
+                        write_version(directory, version)
+                except Killed:
+                    return True
+                return False
+
+            one = kill(first, "1")
+            states.add(tuple(sorted(path.name for path in real.parent.iterdir() if path != directory or not link)))
+            found = version_of(directory)
+            assert found in "01"
+            two = kill(second, "2")
+            assert version_of(directory) in {found, "2"}
+            seen.add((found, version_of(directory)))
+            write_version(directory, "3")
+            assert version_of(directory) == "3"
+            assert {path.name for path in real.iterdir()} == {"a", "b", "notes", "left.txt"}
+            assert (real / "notes/mine.txt").read_text() == "dear"
+            assert [path for path in real.parent.iterdir() if path != directory] == ([real] if link else [])
+            assert directory.is_symlink() == link
+            if not two:
+                break
+        if not one:
+            break
     assert seen == {("0", "0"), ("0", "2"), ("1", "1"), ("1", "2")}
+    assert ("it.partial", "it.replaced") in states  # neither stands in its place
 
 
 def test_a_folder_that_is_all_that_is_left_is_put_back_and_nothing_of_equal_name_is_lost(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """drafter.lora: what is trained, what stays, that merging changes nothing, and that a run resumes."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,8 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def test_only_the_low_rank_matrices_learn_and_the_run_resumes(
-    recipe_path: Path, six_steps: Callable[[str], Path]
-) -> None:
-    start = six_steps("eagle3") / "run/drafter"
+def test_only_the_low_rank_matrices_learn_and_the_run_resumes(recipe_path: Path, six_steps: Path) -> None:
+    start = six_steps / "run/drafter"
     settings = (f"drafter.init_from={start}", "drafter.lora={r: 2, alpha: 4}", "train.learning_rate=0.05")
     run = train(recipe_path, *settings)
     before, after = weights(start), weights(run / "drafter")

@@ -4,7 +4,7 @@ anything is written."""
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ WITHOUT_RECIPE = ("import-drafter", "evalute")
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, six_steps: Callable[[str], Path], target_dir: Path) -> Path:
+def place(tmp_path_factory: pytest.TempPathFactory, six_steps: Path, target_dir: Path) -> Path:
     """What the words of mistakes.yaml name: a tiny target, a finished run, runs before training, and other files."""
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "small.yaml").write_text(SMALLEST)
@@ -38,7 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, six_steps: Callable[[str], P
         (folder / name).mkdir()
     shutil.copy(folder / "prompts.jsonl", folder / "written/conversations.jsonl")
     (folder / "target").symlink_to(target_dir)
-    (folder / "done").symlink_to(six_steps("eagle3") / "run")
+    (folder / "done").symlink_to(six_steps / "run")
     for name in ("run", "wide", "other"):
         to_train(folder / name)
     DraftVocab(torch.arange(160), 352).save(folder / "wide/draft_vocab.safetensors")

@@ -4,7 +4,7 @@ import gzip
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.train.measure.metrics_line import ThroughputMeter
 from draftsmith.train.run import loop
 from draftsmith.train.run.checkpoints import list_checkpoints
+from tests import shared
 from tests.test_crashes import flip
 from tests.training_runs import done_path as done_path
 from tests.training_runs import metrics, train
@@ -38,9 +39,7 @@ BY_REPLAY = ("train.keep_best=replay_tau", "train.eval_replay=2", "train.save_ev
 
 
 @pytest.fixture
-def whole(
-    recipe_path: Path, tmp_path: Path, shared: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
+def whole(recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """`recipe_path`'s run, done, with all its checkpoints."""
     replay_says(monkeypatch, TAUS)
 
@@ -48,7 +47,7 @@ def whole(
         shutil.copytree(tmp_path / "run", folder / "run")
         train(recipe_path, *BY_REPLAY, "train.keep_checkpoints=9", f"output_dir={folder / 'run'}")
 
-    shutil.copytree(shared("best", make) / "run", tmp_path / "run", dirs_exist_ok=True)
+    shutil.copytree(shared.built("best", make) / "run", tmp_path / "run", dirs_exist_ok=True)
     yield tmp_path / "run"
 
 

@@ -4,7 +4,6 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -39,8 +38,8 @@ from tests.training_runs import fresh_accelerator, metrics, run_main, train, wri
 from tests.training_runs import recipe_path as recipe_path
 
 
-def test_a_run_writes_what_it_promises(six_steps: Callable[[str], Path]) -> None:
-    output = six_steps("eagle3") / "run"
+def test_a_run_writes_what_it_promises(six_steps: Path) -> None:
+    output = six_steps / "run"
     lines = metrics(output)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert {"step", "loss", "grad_norm", "accuracy", "lr", "simulated_tau"} <= lines[0].keys()
@@ -122,12 +121,12 @@ def test_every_row_is_read_once_an_epoch_and_in_the_same_order() -> None:
 
 
 def test_gradients_are_divided_by_the_columns_of_all_ranks(
-    recipe_path: Path, six_steps: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    recipe_path: Path, six_steps: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if another rank had as many columns, and no gradient."""
     monkeypatch.setattr(Accelerator, "reduce", lambda _, tensor, how: tensor * (2 if how == "sum" else 1))
     [line] = metrics(train(recipe_path, "train.max_steps=1"))
-    alone = metrics(six_steps("eagle3") / "run")[0]
+    alone = metrics(six_steps / "run")[0]
     assert line["grad_norm"] == pytest.approx(alone["grad_norm"] / 2, rel=1e-4)
 
 

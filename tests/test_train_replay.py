@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,20 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
+from draftsmith.train.run import trainer
 from draftsmith.train.run.inputs import read_rows
 from draftsmith.train.run.loop import Loop
 from tests.conftest import make_tokenizer
 from tests.training_runs import metrics, train
+from tests.training_runs import no_dry_run as no_dry_run
 from tests.training_runs import recipe_path as recipe_path
 
 REPLAY = ("train.eval_replay=3", "eval.tree.nodes=10", "eval.tree.draft_calls=3", "eval.tree.top_k=4")
 
 
-def test_replay_at_every_checkpoint_is_replay_of_what_is_saved(
-    recipe_path: Path, target_dir: Path, six_steps: Callable[[str], Path]
-) -> None:
+def test_replay_at_every_checkpoint_is_replay_of_what_is_saved(recipe_path: Path, target_dir: Path) -> None:
     """Along the turns of the first three validation conversations, in full; and training does not notice."""
-    without = six_steps("eagle3") / "run"
-    output = train(recipe_path, *REPLAY, "train.log_every_steps=4")
+    output = train(recipe_path, *REPLAY, "train.log_every_steps=4", "train.learning_rate=0.02")
     lines = metrics(output)
     assert [line["step"] for line in lines if "replay_tau" in line] == [3, 6]  # step 3 is a checkpoint, not a log step
     assert [line["step"] for line in lines] == [3, 4, 6]
@@ -67,7 +65,11 @@ def test_replay_at_every_checkpoint_is_replay_of_what_is_saved(
     assert cut_at_once == 0
     shares = lines[-1]["replay_accepted_by_position"]
     assert (shares[0] if shares else 0) == pytest.approx(sum(first) / len(first), abs=1e-4)
-    mine, expected = (load_file(run / "drafter/model.safetensors") for run in (output, without))
+
+    without = recipe_path.parent / "without"
+    shutil.copytree(output, without, ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"))
+    train(recipe_path, "train.log_every_steps=4", "train.learning_rate=0.02", f"output_dir={without}")
+    mine, expected = (load_file(d / "drafter/model.safetensors") for d in (output, without))
     assert all(torch.equal(mine[name], expected[name]) for name in expected)
 
 
@@ -75,44 +77,55 @@ class Killed(BaseException):
     """What nothing in the loop catches, as a kill."""
 
 
-@pytest.fixture
-def whole(recipe_path: Path, tmp_path: Path, shared: Callable[..., Path]) -> list[dict]:
-    """The metrics of a run with replay. `recipe_path`'s own is yet to begin."""
-
-    def make(folder: Path) -> None:
-        shutil.copytree(tmp_path / "run", folder / "run")
-        train(recipe_path, *REPLAY, f"output_dir={folder / 'run'}")
-
-    return metrics(shared("replay", make) / "run")
-
-
 @pytest.mark.parametrize("at", [3, 6])
 def test_a_kill_between_checkpoint_and_replay_loses_neither(
-    whole: list[dict], recipe_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """The checkpoint comes first, and the step's line is logged once, with its replay."""
-    replayed, run = Loop.replayed, recipe_path.parent / "run"
+    replayed, killed = Loop.replayed, tmp_path / "killed"
+    whole = train(recipe_path, *REPLAY)
+    shutil.copytree(whole, killed, ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"))
 
     def replayed_or_killed(self: Loop) -> dict:
-        if (run / f"checkpoints/step-0000000{at}").exists():
+        if (killed / f"checkpoints/step-0000000{at}").exists():
             raise Killed
         return replayed(self)
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(Loop, "replayed", replayed_or_killed)
-        train(recipe_path, *REPLAY)
-    assert (run / "metrics.jsonl").read_text().count("\n") == at - 1
-    assert not (run / "drafter").exists()
-    train(recipe_path, *REPLAY)
-    assert metrics(run) == whole
+        train(recipe_path, *REPLAY, f"output_dir={killed}")
+    assert (killed / "metrics.jsonl").read_text().count("\n") == at - 1
+    assert not (killed / "drafter").exists()
+    for _ in range(2):  # a run that is complete writes no line again
+        train(recipe_path, *REPLAY, f"output_dir={killed}")
+        assert metrics(killed) == metrics(whole)
+    mine, expected = (load_file(d / "drafter/model.safetensors") for d in (killed, whole))
+    assert all(torch.equal(mine[name], expected[name]) for name in expected)
 
 
-def test_sigterm_does_not_wait_for_a_replay(
-    whole: list[dict], recipe_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_line_that_waits_for_a_replay_is_logged_without_one_if_it_is_switched_off(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes in the step whose checkpoint a replay would follow: the next start catches up on that, unless replay
-    was switched off, which is the way out where the replay itself ends the run."""
-    steps, step, run = itertools.count(1), torch.optim.AdamW.step, recipe_path.parent / "run"
+    """The way out where the replay itself is what ends the run."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Loop, "replayed", lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError("too much")))
+        with pytest.raises(torch.OutOfMemoryError):
+            train(recipe_path, *REPLAY)
+    lines = metrics(train(recipe_path, "train.eval_replay=0"))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert not any("replay_tau" in line for line in lines)
+
+
+def test_sigterm_does_not_wait_for_a_replay(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes in the step whose checkpoint a replay would follow: the next start catches up on that."""
+    expected = metrics(train(recipe_path, *REPLAY))
+    output = recipe_path.parent / "stopped"
+    shutil.copytree(
+        recipe_path.parent / "run",
+        output,
+        ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"),
+    )
+    steps, step = itertools.count(1), torch.optim.AdamW.step
 
     def step_and_stop(self: torch.optim.AdamW, *arguments: Any) -> Any:
         if next(steps) == 3:
@@ -122,13 +135,10 @@ def test_sigterm_does_not_wait_for_a_replay(
     with monkeypatch.context() as patched:
         patched.setattr(torch.optim.AdamW, "step", step_and_stop)
         patched.setattr(Loop, "replayed", lambda _: pytest.fail("it waited"))
-        train(recipe_path, *REPLAY)
-    assert [line["step"] for line in metrics(run)] == [1, 2]
-    shutil.copytree(run, recipe_path.parent / "off")
-    train(recipe_path, *REPLAY)
-    assert metrics(run) == whole
-    lines = metrics(train(recipe_path, f"output_dir={recipe_path.parent / 'off'}"))
-    assert len(lines) == 6 and not any("replay_tau" in line for line in lines)
+        train(recipe_path, *REPLAY, f"output_dir={output}")
+    assert [line["step"] for line in metrics(output)] == [1, 2]
+    train(recipe_path, *REPLAY, f"output_dir={output}")
+    assert metrics(output) == expected
 
 
 def test_replay_drafts_from_a_cut_vocabulary(recipe_path: Path) -> None:
@@ -139,3 +149,31 @@ def test_replay_drafts_from_a_cut_vocabulary(recipe_path: Path) -> None:
     train(recipe_path, *REPLAY, "eval.tree.vocab_size=7")
     with pytest.raises(UserError, match=r"eval\.tree\.vocab_size: 200 is more than the 160 tokens"):
         train(recipe_path, *REPLAY, "eval.tree.vocab_size=200")
+
+
+@pytest.mark.usefixtures("no_dry_run")
+def test_what_cannot_be_replayed_in_training_is_told_at_once(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "loaded_target", lambda *_: pytest.fail("the target was loaded"))
+    chain = "eval.tree={policy: chain, draw: sampled}"
+    for overrides, message in (
+        (("train.validation_conversations=0",), "train.validation_conversations is 0"),
+        (("eval.tree={policy: auto}",), "policy auto goes by speeds"),
+        (("eval.proposer=sam",), "eval.proposer is sam"),
+        (("eval.tree={nodes: 600, top_k: 30}",), r"eval_replay: eval\.tree: 600 nodes, .* a target of 512 positions"),
+        (("eval.tree={policy: svip, draft_calls: 512}",), "513 nodes, 512 draft calls deep, in a target of 512"),
+        ((chain, "eval.temperature=1"), "draw: sampled cannot be replayed"),
+        (("eval.tree.vocab_size=9",), r"token_counts\.safetensors, which does not exist"),
+    ):
+        for plan in ((), ("--plan",)):
+            with pytest.raises(UserError, match=message):
+                train(recipe_path, "train.eval_replay=2", *overrides, *plan)
+
+
+def test_the_plan_tells_of_replay_and_its_memory(recipe_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(recipe_path, "--plan")
+    assert "replay_tau" not in capsys.readouterr().out
+    train(recipe_path, *REPLAY, "--plan")
+    said = capsys.readouterr().out
+    assert "3 validation conversations at every checkpoint, eval.tree eagle2: replay_tau in metrics.jsonl" in said

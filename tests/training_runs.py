@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,20 +67,12 @@ def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "row_flops", lambda *_: 10**9)
 
 
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "eagle3": {"vocab_size": 160},
-    "eagle": {"kind": "eagle"},
-    "poss": {"kind": "poss", "base": "eagle3", "positions_per_specialist": 1, "specialists": 3, "vocab_size": 160},
-    "vispec": {"kind": "vispec"},
-}
-
-
-def write_recipe(folder: Path, target: Path, kind: str = "eagle3", **sections: Any) -> Path:
-    """A recipe of six steps into folder/run."""
+def write_recipe(folder: Path, target: Path, **sections: Any) -> Path:
+    """folder/recipe.yaml, a recipe of six steps into folder/run."""
     content = {
         "output_dir": str(folder / "run"),
         "target": {"model": str(target), "dtype": "float32", "device": "cpu"},
-        "drafter": DRAFTERS[kind],
+        "drafter": {"vocab_size": 160},
         "train": SIX_STEPS,
         **sections,
     }
@@ -89,12 +80,10 @@ def write_recipe(folder: Path, target: Path, kind: str = "eagle3", **sections: A
     return folder / "recipe.yaml"
 
 
-def train_six_steps(folder: Path, target: Path, kind: str) -> None:
-    """Makes folder/recipe.yaml and folder/run, with checkpoints of steps 3 and 6 and the drafter."""
-    write_conversations(folder / "run/conversations.jsonl", 24)
-    vocab = torch.arange(0, 320, 320 // DRAFTERS[kind].get("vocab_size", 320))
-    DraftVocab(vocab, 320).save(folder / "run/draft_vocab.safetensors")
-    train(write_recipe(folder, target, kind))
+def train_six_steps(folder: Path, target: Path) -> None:
+    """Makes folder/run, with checkpoints of steps 3 and 6 and the drafter."""
+    to_train(folder / "run")
+    train(write_recipe(folder, target))
 
 
 @pytest.fixture
@@ -105,9 +94,9 @@ def recipe_path(tmp_path: Path, target_dir: Path) -> Path:
 
 
 @pytest.fixture
-def done_path(tmp_path: Path, target_dir: Path, six_steps: Callable[[str], Path]) -> Path:
+def done_path(tmp_path: Path, target_dir: Path, six_steps: Path) -> Path:
     """`recipe_path` after its six steps."""
-    shutil.copytree(six_steps("eagle3") / "run", tmp_path / "run")
+    shutil.copytree(six_steps / "run", tmp_path / "run")
     return write_recipe(tmp_path, target_dir)
 
 
