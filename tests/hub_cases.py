@@ -111,6 +111,9 @@ class FakeHub:
         siblings = [SimpleNamespace(rfilename=name, size=len(content)) for name, content in files.items()]
         return SimpleNamespace(sha=oid, private=repo.private, siblings=siblings)
 
+    def dataset_info(self, name: str, **_: Any) -> None:
+        self._repo(name, "dataset_info")
+
     def create_commit(
         self, repo_id: str, operations: Sequence[Any], commit_message: str, revision: str | None, parent_commit: str
     ) -> Any:

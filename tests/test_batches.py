@@ -19,7 +19,7 @@ from draftsmith.models.alignment import Documents, columns_of
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.train.loss.unroll import add_noise
-from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate, collate_as, efficiency
+from draftsmith.train.run.batches import MicroBatch, collate, collate_as
 from tests.conftest import make_target
 from tests.reference import counted, laid_out
 from tests.test_targets import FAMILIES, WINDOW, assert_close, some_tokens, target_of
@@ -130,19 +130,6 @@ def test_columns_of_a_layout_are_those_of_each_document_alone() -> None:
             assert columns.index[run.row, run.first : run.end].tolist() == list(mine)
             assert any((run.row, run.start) == (b, start) and mine[-1] < start + n for b, start, n in batch.places)
     assert touching > 10  # documents that end with a span, before ones that begin with one
-
-
-def test_efficiency_is_what_the_batches_hold() -> None:
-    rows = some_rows(70, 5)
-    order = BatchOrder([len(row.input_ids) for row in rows], batch_size=4, seed=3)
-    batches = [order.rows(number) for number in range(order.batches_per_epoch)]
-    found = {packed: efficiency(order, rows, packed) for packed in (False, True)}
-    for packed, told in found.items():
-        laid = [collate([rows[i] for i in chosen], packed) for chosen in batches]
-        assert told.computed == sum(batch.ids.numel() for batch in laid)
-        assert told.tokens == sum(batch.tokens for batch in laid)
-        assert told.columns == sum(int(columns_of(batch.span, 1).depth.sum()) for batch in laid)
-    assert found[True].tokens == found[True].computed > 0.5 * found[False].computed
 
 
 def test_noise_does_not_depend_on_the_layout() -> None:

@@ -1,19 +1,26 @@
-"""Drafters that come from the Hub."""
+"""What comes from the Hub, and what is said where it cannot be had."""
 
 import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pytest
 import torch
+from datasets import config as datasets_config
 from huggingface_hub import constants
 
+from draftsmith.models.chat import load_tokenizer
 from draftsmith.models.digests import tensor_digest
 from draftsmith.models.formats import hub as on_hub
 from draftsmith.models.formats.exporting import Source, target_embeddings
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.hub import check_dataset, check_model
+from draftsmith.recipes.prompts.reader import Rejects, read_conversations
+from draftsmith.recipes.schema import TargetSection
 from tests.export_cases import save_target, target_of
 from tests.hub_cases import CARD, FakeHub, files_of, refused
 from tests.hub_cases import checkpoint as checkpoint
@@ -139,3 +146,43 @@ def test_the_embeddings_of_a_sharded_target_come_alone(hub: FakeHub, tmp_path: P
     found = target_embeddings({"model": "org/target", "embedding_digest": tensor_digest(table)})
     assert torch.equal(found, table)
     assert sum(name.endswith(".safetensors") for name in hub.downloaded) == 1
+
+
+# A target that is named by a Hub id: the Hub is asked once.
+
+
+def test_a_target_that_is_nowhere_is_told_after_one_question(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    check_model.cache_clear()
+    with pytest.raises(UserError, match=r"^target\.model: 'nothere' is not a folder in .*, and the Hub has no model"):
+        load_tokenizer(TargetSection(model="nothere", revision="v9"))
+    assert hub.asked == 1 and "asking the Hugging Face Hub" in capsys.readouterr().err
+
+
+def test_a_cached_target_needs_no_hub(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    check_model.cache_clear()
+    hub.add_repo("org/model", SMALL)
+    hub.snapshot_download("org/model", None, ["config.json"])
+    hub.refuses["model_info"] = ConnectionError()
+    before = hub.asked
+    for _ in range(2):
+        check_model("org/model", None)
+    assert constants.HF_HUB_OFFLINE and "its cached files are taken" in capsys.readouterr().err
+    assert hub.asked == before + 1
+
+
+def test_datasets_without_a_network_end_at_once(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[bool] = []
+
+    def load(*_: Any, **__: Any) -> Any:
+        asked.append(datasets_config.HF_HUB_OFFLINE)
+        raise ConnectionError("Couldn't reach it")
+
+    check_dataset.cache_clear()
+    hub.refuses["dataset_info"] = ConnectionError()
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(UserError, match=r"datasets cannot .*Couldn't reach it"):
+        list(read_conversations("hf:org/name:train", Rejects()))
+    assert asked == [True] and "the Hub cannot be reached" in capsys.readouterr().err
+    check_dataset.cache_clear()

@@ -20,25 +20,13 @@ from tests.test_processes import Place, check_same
 from tests.training_runs import fresh_accelerator
 
 # What accelerate's questions lead to; what answers they take is `deepspeed_config`.
-CONFIG = {
-    "compute_environment": "LOCAL_MACHINE",
-    "debug": False,
-    "distributed_type": "DEEPSPEED",
-    "downcast_bf16": "no",
-    "machine_rank": 0,
-    "main_training_function": "main",
-    "num_machines": 1,
-    "num_processes": 2,
-    "rdzv_backend": "static",
-    "same_network": True,
-    "use_cpu": False,
-}
-ANSWERS = {
-    "gradient_clipping": 0.5,
-    "offload_optimizer_device": "none",
-    "offload_param_device": "none",
-    "zero3_init_flag": False,
-}
+CONFIG = """
+{compute_environment: LOCAL_MACHINE, debug: false, distributed_type: DEEPSPEED, downcast_bf16: "no", machine_rank: 0,
+ main_training_function: main, num_machines: 1, num_processes: 2, rdzv_backend: static, same_network: true,
+ use_cpu: false}
+"""
+ANSWERS = {"gradient_clipping": 0.5, "offload_optimizer_device": "none", "offload_param_device": "none"}
+ANSWERS |= {"zero3_init_flag": False}
 
 
 # A module's objects are destroyed in the interpreter's finalization.
@@ -79,7 +67,7 @@ def launched_by(folder: Path, deepspeed: dict[str, Any]) -> list[str]:
     """accelerate, told by a config file of these words on DeepSpeed."""
     path = folder / "accelerate.yaml"
     precision = {} if "deepspeed_config_file" in deepspeed else {"mixed_precision": "no"}  # such a file says it
-    path.write_text(yaml.safe_dump(CONFIG | precision | {"deepspeed_config": deepspeed}))
+    path.write_text(yaml.safe_dump(yaml.safe_load(CONFIG) | precision | {"deepspeed_config": deepspeed}))
     return ["-m", "accelerate.commands.launch", "--config_file", str(path)]
 
 

@@ -1,6 +1,6 @@
 """`--plan` against what runs really take: parameters, bytes alive, operations, steps, files on disk."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from draftsmith.data_gen import capture, regenerate
-from draftsmith.data_gen.answers import regeneration
+from draftsmith.data_gen import capture
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.costs import (
     Device,
@@ -265,26 +264,6 @@ def test_a_plan_names_all_that_cannot_work_at_its_end(
     for part in ("train.warmup_steps 5 is not shorter", "do not fit the 1.0 MB", "drafter.vocab_size asks for 160"):
         assert part in problems
     assert "to lower the largest part: " in said
-
-
-def test_a_hub_dataset_is_read_in_part_by_a_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import datasets
-
-    read = []
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for number in range(10**9):
-            read.append(number)
-            yield {"turns": [f"the cat {number}", "and?"]}
-
-    data = {"prompts": "hf:org/name", "max_prompts": 1000, "contamination": "remove"}
-    path = recipe_file(tmp_path, data=data, eval={"prompts": "mt_bench"})
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: rows())
-    run_main(regenerate, path, "--plan")
-    assert len(read) <= regeneration.HUB_SAMPLE + 1
-    assert "1,000 conversations, 2,000 answers" in labelled(capsys.readouterr().out)["to do"]
 
 
 def test_an_export_that_would_be_refused_is_told_before_anything_is_written(tmp_path: Path) -> None:

@@ -68,22 +68,3 @@ def test_a_log_gets_one_line_a_stage_and_one_every_thirty_seconds(
 def test_a_stage_that_was_resumed_shows_the_pace_since_then(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     line = "decode: 8 prompts in 00:08, 0.5 prompts/s, tau 2.31\n"
     assert drawn(monkeypatch, clock, False, 8, initial=4) == line
-
-
-def test_of_nested_bars_the_inner_one_speaks_and_a_quick_one_never(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    screen = Screen(terminal=False)
-    monkeypatch.setattr("sys.stderr", screen)
-    with Bar(desc="train", unit="step", leave=False), Bar(desc="hidden", disable=True):
-        clock.now += 31
-        with Bar(desc="replay", unit="token", leave=False) as inner:
-            speak_if_due()
-            assert screen.getvalue() == "train: 0 steps in 00:31\n"
-            clock.now += 31
-            inner.update(62)
-            speak_if_due()
-    assert screen.getvalue().splitlines()[1:] == ["replay: 62 tokens in 00:31, 2 tokens/s"]
-    clock.now += 60
-    speak_if_due()
-    assert len(screen.getvalue().splitlines()) == 2

@@ -9,7 +9,7 @@ from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.measured.metrics import summarise_all
 from draftsmith.eval.page import drawing
 from draftsmith.eval.page import figures as plots
-from draftsmith.eval.page.legend import FEW, Legend
+from draftsmith.eval.page.legend import Legend
 
 
 def numbers_of(count: int) -> dict[str, Any]:
@@ -56,13 +56,3 @@ def test_the_comparison_numbers_every_contender_where_it_stands(count: int) -> N
     assert [plot.name for plot in plots.acceptance_plots(acceptance_of(numbers_of(1)))] == [
         *("time_per_token", "acceptance_by_position")
     ]
-
-
-def test_the_best_of_many_have_colours() -> None:
-    few, many = Legend.of(numbers_of(FEW)), Legend.of(numbers_of(24))
-    assert len({few.roles[name] for name in few.drafting}) == FEW and not few.many
-    best = {name for name in many.drafting if many.roles[name] != "plain"}
-    assert len({many.roles[name] for name in best}) == len({many.markers[name] for name in best}) == len(best) == FEW
-    fastest = sorted(many.drafting, key=lambda name: many.drafting[name]["speedup"])[-FEW:]
-    assert many.main in best and set(fastest) - best <= {fastest[0]}
-    assert many.roles[PLAIN] == "plain" and many.numbers["eagle2 0"] == 1

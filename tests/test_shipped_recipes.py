@@ -232,20 +232,3 @@ def test_decoding_demo_runs_on_a_drafter_of_two_steps(tmp_path: Path, monkeypatc
     assert all(row["matches_target"] for name, row in rows.items() if "int8" not in name)
     assert rows["hierarchy"]["inner_tau"] >= 1 and rows["sam"]["answers"] == 4  # one question, three turns
     assert (tmp_path / "decoded/report.html").exists()
-
-
-@pytest.mark.slow
-def test_image_demo_runs_on_a_drafter_of_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    short = [
-        *(f"output_dir={tmp_path}", f"data.conversations={tmp_path / 'conversations.jsonl'}", "data.max_prompts=12"),
-        *("train.max_steps=2", "train.warmup_steps=1", "train.validation_conversations=1", "eval.max_prompts=2"),
-    ]
-    for script in (regenerate, rank_vocab, TRAINED_BY["eagle"], acceptance):
-        run_main(script, "recipes/demo-lantern.yaml", *short)
-    rows = json.loads((tmp_path / "eval/acceptance.json").read_text())["contenders"]
-    names = [row.name for row in load_recipe("recipes/demo-lantern.yaml").eval.also]
-    assert list(rows)[2:] == names
-    relaxed = {name for name, row in rows.items() if not row["lossless"]}
-    assert relaxed == {name for name in names if "delta" in name or "lambda" in name}
-    assert all((rows[name]["total_variation"] is None) == (name not in relaxed) for name in rows)

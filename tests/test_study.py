@@ -12,7 +12,7 @@ import pytest
 
 from docs.study import run as study
 from docs.study import tables
-from docs.study.numbers import Estimate, Found, cells_of
+from docs.study.numbers import Found, cells_of
 from docs.study.run import ROOT, TREE, Table, read_lines
 from draftsmith.recipes.command.stages import SCRIPTS
 from draftsmith.recipes.errors import UserError
@@ -136,17 +136,6 @@ def test_ratios_are_paired_by_prompt_and_seed(found: Found) -> None:
     assert ratio.interval == pytest.approx(np.percentile(drawn, [2.5, 97.5]), abs=width / 10)
     itself = found.ratio("hass", "hass")
     assert itself is not None and itself.value == 1 and tuple(itself.interval) == (1, 1)
-
-
-def test_a_claim_holds_only_where_prompts_and_seeds_say_so() -> None:
-    for interval, seeds, verdict in (
-        ((1.01, 1.05), (1.02, 1.03, 1.04), "holds"),
-        ((1.01, 1.05), (1.01, 1.02, 1.06), "undecided"),  # seeds that lie so far apart
-        ((0.99, 1.05), (1.02, 1.03, 1.04), "undecided"),
-        ((0.90, 0.95), (0.9, 0.91, 0.93), "opposite"),
-        ((1.01, 1.05), (1.02, 1.03), "unfinished: 2 of 3 seeds"),
-    ):
-        assert tables.verdict(Estimate(1.0, interval, dict(enumerate(seeds)))) == verdict
 
 
 def test_the_pages_show_what_the_lines_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
