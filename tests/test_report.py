@@ -12,7 +12,8 @@ from draftsmith.eval.measured.generation_log import read_generations, token_text
 from draftsmith.eval.measured.metrics import summarise_all
 from draftsmith.eval.page import drawing, summary
 from draftsmith.eval.page import files as report_files
-from draftsmith.eval.page.figures import parts_of
+from draftsmith.eval.page.figures import acceptance_plots, parts_of
+from draftsmith.eval.page.legend import Legend
 from tests.conftest import make_tokenizer
 from tests.report_cases import (
     MADE,
@@ -159,6 +160,22 @@ def test_training_curves(tmp_path: Path) -> None:
     text = page_of(recipe)
     assert len(figures_of(Page(text))) == 4 and len(text) < 400_000  # loss, simulated tau; 3,000 lines are thinned
     assert "0.5 after 3000 steps" in text
+
+
+@pytest.mark.parametrize("count", [2, 24])
+def test_the_comparison_numbers_every_contender_where_it_stands(count: int, tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, bootstrap_samples=100)
+    names = (MAIN, *(f"tree {i}" for i in range(1, count)))
+    evaluate(recipe, [("a", None, str(i), 1) for i in range(4)], contenders=names)
+    content = report_files.read_acceptance(recipe.eval_out / "acceptance.json")
+    legend, plot = Legend.of(content), acceptance_plots(content)[0]
+    panels = plot.draw(drawing.COLOURS.__getitem__).axes
+    assert plot.name == "comparison" and len(legend.drafting) == count
+    for ax, key in zip(panels, ("tau", "speedup"), strict=True):
+        told = {text.get_text(): text.xy for text in ax.texts}  # type: ignore[attr-defined]
+        assert told == {
+            str(legend.numbers[name]): (row["tree_nodes_per_round"], row[key]) for name, row in legend.drafting.items()
+        }
 
 
 def test_parts_of_benchmarks_whose_names_begin_alike() -> None:
