@@ -113,11 +113,11 @@ def test_merge_keys_and_anchors(write):
     text = SMALLEST + (
         "eval:\n  tree: &tree {nodes: 20, top_k: 4}\n"
         "  also:\n  - name: wider\n    tree: &wide {<<: *tree, top_k: 8}\n  - name: same\n    tree: *tree\n"
-        "  - name: again\n    tree: *wide\n"
+        "  - name: again\n    tree: *wide\n  - name: both\n    tree: {<<: [*tree, *wide]}\n"
     )
-    wider, same, again = load_recipe(write(text)).eval.also
+    wider, same, again, both = load_recipe(write(text)).eval.also
     assert (wider.tree.nodes, wider.tree.top_k, same.tree.top_k) == (20, 8, 4)
-    assert again.tree == wider.tree
+    assert again.tree == wider.tree and both.tree == same.tree  # the first of several has priority
 
 
 def test_overrides_win_in_order(write):
