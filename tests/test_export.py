@@ -160,7 +160,7 @@ def test_states_in_both_spellings_and_the_target_s_rotation(tmp_path: Path) -> N
     assert config["rope_parameters"] == rope
     table = load_file(tmp_path / "speculators/model.safetensors")["embed_tokens.weight"]
     assert torch.equal(table, target_of(**own).embedding_table)
-    with pytest.raises(UserError, match="embedding"):
+    with pytest.raises(UserError, match="is not the table that the drafter was trained with"):
         target_embeddings(source.target | {"embedding_digest": "another"})
     # A vision-language model's parameters have another prefix when they are loaded than in a file.
     layout = source.target["layout"] | {"embeddings": "model.language_model.embed_tokens.weight"}
