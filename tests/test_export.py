@@ -215,7 +215,7 @@ ONE, OTHER = "midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight"
 Tensors = dict[str, torch.Tensor]
 TENSORS: list[tuple[str, Callable[[Tensors], Tensors], str]] = [
     ("sglang", lambda t: {name: t[name] for name in t if name != "norm.weight"}, "norm.weight is missing"),
-    ("sglang", lambda t: t | {"midlayer.norm.weight": t[ONE]}, "midlayer.norm.weight has no place"),
+    ("sglang", lambda t: t | {"midlayer.norm.weight": t[ONE].clone()}, "midlayer.norm.weight has no place"),
     ("sglang", lambda t: t | {Q: t[Q] + 0.01}, "logits up to"),
     ("sglang", lambda t: t | {ONE: t[OTHER], OTHER: t[ONE]}, "logits up to"),
     ("sglang", lambda t: t | {"d2t": t["d2t"] + torch.arange(len(t["d2t"]))}, "d2t must hold|another draft vocab"),

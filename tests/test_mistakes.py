@@ -95,7 +95,7 @@ def test_all_mistakes_of_a_recipe_are_told_at_once(in_place: None) -> None:
     chosen: dict[str, tuple[str, str]] = {}
     for *overrides, key, fix in MISTAKES["recipe"]:
         # What contradicts within a section is told once its values are of their types.
-        if len(overrides) == 1 and ": expected " in problems_of("small.yaml", *overrides)[0]:
+        if len(overrides) == 1 and "`: expected " in problems_of("small.yaml", *overrides)[0]:
             chosen.setdefault(key, (overrides[0], fix))
     problems = problems_of("small.yaml", *(override for override, _ in chosen.values()))
     for key, (_, fix) in chosen.items():

@@ -156,6 +156,11 @@ def test_a_longer_run_goes_on_with_the_learning_rate_of_its_own_length(
     assert "its learning rate" not in capsys.readouterr().out
 
 
+def test_a_device_that_is_not_there_is_refused(recipe_path: Path) -> None:
+    with pytest.raises(UserError, match=r"target\.device: 'banana' cannot be used here .*; write auto, cpu"):
+        load_causal_lm(load_recipe(recipe_path, ["target.device=banana"]).target)
+
+
 def test_weights_that_are_lost_are_never_saved(recipe_path: Path) -> None:
     """The learning rate destroys the weights between two logged steps; what was saved stays finite."""
     with pytest.raises(UserError, match="is NaN or inf, training has diverged"):
