@@ -9,6 +9,7 @@ cannot even be collected, or when they take too long. Faults that survive the te
 """
 
 import argparse
+import functools
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ NOT_COPIED = ignore_patterns(".git", ".venv*", ".llama.cpp", "runs", "*cache*", 
 SECONDS = {False: 400, True: 3600}  # for the named tests, and for the whole suite
 
 
+@functools.cache
 def mutants() -> list[dict[str, str]]:
     return yaml.safe_load((ROOT / "tests/mutants.yaml").read_text())
 

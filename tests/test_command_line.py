@@ -95,6 +95,7 @@ def test_ranks_tell_their_problems_and_rank_0_an_interruption(
     cli.run(lambda: None, many_processes=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("used", "chosen", "sleep"), [(80.0, False, True), (80.0, True, False)])
 def test_waiting_threads_sleep_beside_other_jobs_unless_the_user_chose(used: float, chosen: bool, sleep: bool) -> None:
     env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", *launch.WAITING)}

@@ -42,11 +42,16 @@ from tests.drafter_cases import (
 from tests.slow_drafters import SlowDrafter, slow_loss
 from tests.thinning import EXHAUSTIVE, pairwise
 
-each_case = pytest.mark.parametrize("name", CASES)
 # What is summed over a batch depends on the losses and on the weights of steps, too. Noise is drawn for a row.
 LESSONS = ["hass", "eagle, log acceptance", "eagle3, hybrid and rank", "eagle3, whole passes"]
 in_batches = pytest.mark.parametrize(
-    ("name", "noisy"), [*((name, False) for name in STRUCTURES + LESSONS), ("hass", True), ("eagle3.1", True)]
+    ("name", "noisy"),
+    [
+        *((name, False) for name in ("hass, not detached", "eagle3, hybrid and rank", "poss-2 of three")),
+        ("eagle3.1", True),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in STRUCTURES + LESSONS),
+        pytest.param("hass", True, marks=pytest.mark.slow),
+    ],
 )
 
 
@@ -74,7 +79,10 @@ def test_unroll_equals_drafting_a_chain_with_a_cache(name: str) -> None:
     assert int(columns.depth.max()) == steps
 
 
-@each_case
+@pytest.mark.parametrize(
+    "name",
+    [name if name in STRUCTURES + LESSONS else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_unroll_equals_the_slow_twin_in_value_and_gradient(name: str) -> None:
     """The whole loss in float64, column by column from the definition, against the batched one.
 
