@@ -2,7 +2,9 @@
 Neither checkpointing nor how documents are laid out in rows changes anything.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
