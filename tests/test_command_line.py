@@ -85,6 +85,7 @@ def test_ranks_tell_their_problems_and_rank_0_an_interruption(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(cli.atexit, "register", lambda _: None)  # or it would end pytest with a status of its own
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     told = "[rank 1] error: 2 problems\n  - wrong.\n  - worse.\n"
