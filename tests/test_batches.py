@@ -19,7 +19,7 @@ from draftsmith.models.alignment import Documents, columns_of
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.train.loss.unroll import add_noise
-from draftsmith.train.run.batches import MicroBatch, collate, collate_as
+from draftsmith.train.run.batches import collate, collate_as
 from tests.conftest import make_target
 from tests.reference import counted, laid_out
 from tests.test_targets import FAMILIES, WINDOW, assert_close, some_tokens, target_of
@@ -228,18 +228,6 @@ def test_positions_that_go_on_are_refused_where_they_are_learned() -> None:
     batch = collate(documents_of(), packed=True)
     with pytest.raises(UserError, match="GPT2LMHeadModel does not keep documents apart"):
         Target(model).states(batch.ids, documents=batch.documents)
-
-
-@torch.no_grad()
-def test_a_batch_of_one_document_a_row_takes_the_path_without_masks() -> None:
-    seen: list[dict[str, Any]] = []
-    model = make_target()
-    forward = model.model.forward
-    target = Target(model)
-    model.model.forward = lambda **inputs: (seen.append(inputs), forward(**inputs))[1]
-    batch: MicroBatch = collate(documents_of())
-    target.states(batch.ids, documents=batch.documents)
-    assert [set(inputs) for inputs in seen] == [{"input_ids", "use_cache"}]
 
 
 # Runs.

@@ -149,14 +149,6 @@ def test_several_processes_of_a_script_that_needs_one_are_refused_once(
     assert waited == [launch.ENDED_BY_LAUNCHER_SECONDS]  # the second one, until the launcher ends it
 
 
-def test_a_terminal_without_some_character_shows_its_number() -> None:
-    script = "from draftsmith.recipes.command.cli import run\nrun(lambda: print('caf\\xe9 \\u4f60 \\udc80'))"
-    for encoding, shown in (("ascii", rb"caf\xe9 \u4f60 \udc80"), ("utf-8", "caf\xe9 \u4f60 \\udc80".encode())):
-        place = os.environ | {"PYTHONIOENCODING": encoding}
-        done = subprocess.run([sys.executable, "-c", script], env=place, capture_output=True, check=False)
-        assert (done.returncode, done.stdout.strip()) == (0, shown), done.stderr
-
-
 @pytest.mark.parametrize(
     "script",
     [

@@ -18,7 +18,6 @@ from draftsmith.models.formats.exporting import (
     export,
     facts,
     prove,
-    readers,
     target_embeddings,
 )
 from draftsmith.models.formats.folder import read_folder
@@ -71,18 +70,6 @@ def test_every_engine_that_can_gets_the_trained_drafter(name: str, home: Path, t
             with pytest.raises(UserError, match=r"can be exported to|no engine can"):
                 export(source, engine, tmp_path / "refused", None, {})
             assert not (tmp_path / "refused").exists()
-
-
-def test_one_folder_serves_several_engines(home: Path, tmp_path: Path) -> None:
-    for name, others in (("eagle3", ["vllm", "sglang", "tensorrt-llm"]), ("eagle3, two layers", ["vllm", "sglang"])):
-        source = source_of(name, home)
-        assert [engine.name for engine in readers(source, ENGINES["vllm"])] == others
-        folders = [tmp_path / name / other for other in others]
-        for folder in folders:
-            export(source, ENGINES[folder.name], folder, None, {})
-        for file in ("config.json", "model.safetensors"):
-            assert len({(folder / file).read_bytes() for folder in folders}) == 1
-    assert [engine.name for engine in readers(source_of("eagle", home), ENGINES["vllm"])] == ["vllm"]
 
 
 # What config.json says of a drafter beyond its sizes, which the read-back compares.

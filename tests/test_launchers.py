@@ -96,13 +96,6 @@ def test_the_launchers_stage_is_followed(place: Place, of_one: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_recipes_stage_is_taken_where_the_launcher_was_given_none(place: Place, of_one: Path) -> None:
-    """accelerate's own default is 2, which would be refused beside the recipe's 3."""
-    launcher = ["-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2"]
-    check_same(place.run("eagle3", "stage-of-recipe", 2, "train.zero_stage=3", launcher=launcher), of_one)
-
-
-@pytest.mark.slow
 def test_a_deepspeed_config_of_ones_own_is_followed(place: Place, of_one: Path, tmp_path: Path) -> None:
     """Stage 3 with the target shared out beside it; what the recipe decides is auto, or left out."""
     config = {

@@ -217,25 +217,6 @@ def test_an_epoch_that_leaves_a_rank_without_rows_is_that_of_one_process(stage: 
     check_same(two, one, steps=3)
 
 
-@pytest.mark.slow
-def test_the_best_checkpoint_of_weights_that_are_shared_out_becomes_the_drafter(place: Place) -> None:
-    settings = ["train.keep_best=replay_tau", "train.zero_stage=3", "train.keep_checkpoints=2"]
-    output = place.run("eagle3", "best", 2, *settings)
-    assert "unknown inputs or outputs" not in place.said  # DeepSpeed's hooks find the results' tensors
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        if line["step"] == 3:
-            line["replay_tau"] = 9.0
-    (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    place.run("eagle3", "best", 2, *settings)  # all steps are done: it saves the drafter again
-    assert "of step 3, which has the best replay_tau: 9.00" in place.said
-    drafter, saved = (
-        load_file(output / file)
-        for file in ("drafter/model.safetensors", "checkpoints/step-00000003/model.safetensors")
-    )
-    assert all(torch.equal(drafter[name.removeprefix("drafter.")], tensor) for name, tensor in saved.items())
-
-
 POISON = 317
 
 

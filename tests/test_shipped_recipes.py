@@ -24,7 +24,7 @@ from draftsmith.models.target import default_capture_layers
 from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import Recipe, TrainSection, other_than_published
+from draftsmith.recipes.schema import Recipe, other_than_published
 from draftsmith.train import c2t
 from tests.conftest import make_target, make_tokenizer
 from tests.thinning import a_few
@@ -162,24 +162,6 @@ def test_loads_and_says_where_it_comes_from(name: str, monkeypatch: pytest.Monke
     assert "Measured" in head
     # The vision demo starts from random weights, where ViSpec's published loss is flat; its comments say so.
     assert (other_than_published(recipe.drafter, recipe.train) is None) == (name != "demo-vision")
-
-
-@pytest.mark.parametrize("name", [name for name in RECIPES if "poss" in name])
-def test_poss_recipes_turn_to_eagle3_as_their_heads_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The override in the head is valid, and brings EAGLE-3's losses with it."""
-    monkeypatch.chdir(ROOT)
-    head = (ROOT / f"recipes/{name}.yaml").read_text().split("\noutput_dir:")[0]
-    (drafter,) = re.findall(r"drafter='(\{kind: poss, base: eagle3.*?\})'", head)
-    given = load_recipe(f"recipes/{name}.yaml")
-    recipe = load_recipe(f"recipes/{name}.yaml", [f"drafter={drafter}", *re.findall(r"train\.clip=\w+", head)])
-    same = ("positions_per_specialist", "specialists")
-    assert [getattr(recipe.drafter, key) for key in same] == [getattr(given.drafter, key) for key in same]
-    assert recipe.train.ttt_steps == given.train.ttt_steps
-    losses = ("step_weight", "token_loss", "feature_loss", "top_k_loss", "feature_noise")
-    eagle3 = TrainSection()
-    assert {key: getattr(recipe.train, key) for key in losses} == {key: getattr(eagle3, key) for key in losses}
-    assert recipe.train.detach_features == "specialists"
-    assert given.train.feature_loss == 1  # so that there is something to turn
 
 
 def test_vicuna_template_writes_the_published_format_and_marks_what_the_model_writes() -> None:

@@ -15,7 +15,6 @@ from docs.study import tables
 from docs.study.numbers import Found, cells_of
 from docs.study.run import ROOT, TREE, Table, read_lines
 from draftsmith.recipes.command.stages import SCRIPTS
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 
 CELLS, VISION = (Table(Path(f"docs/study/{name}.yaml")) for name in ("cells", "vision"))
@@ -89,17 +88,6 @@ def test_every_cell_runs_once_with_what_it_needs(place: Path, capsys: pytest.Cap
     assert "0 of 4" in (make(place, "--plan"), capsys.readouterr().out)[1]
     elsewhere = [f"runs={place}/again", f"results={place}/again.jsonl"]
     assert len(make(place, "--set", *elsewhere)) == 5 and (place / "results.jsonl").read_text() == lines
-
-
-def test_a_cell_that_fails_is_told_and_the_others_go_on(place: Path) -> None:
-    (place / "broken-a").touch()
-    with pytest.raises(UserError) as error:
-        make(place)
-    told = [problem.partition(";")[0] for problem in error.value.problems]
-    assert told == ["drafter/a: test ! ended with 1", "drafter/a/more: needs drafter/a, which failed"]
-    assert list(read_lines(place / "results.jsonl")) == ["drafter/b", "drafter/b/more"]
-    (place / "broken-a").unlink()
-    assert make(place) == ["drafter/a", "drafter/a/more"]
 
 
 # Statistics and pages.
