@@ -28,10 +28,10 @@ Files = dict[str, bytes]
 
 
 def refused(
-    status: int, words: str = "", kind: type[HfHubHTTPError] = HfHubHTTPError, **headers: str
+    status: int, words: str = "", kind: type[HfHubHTTPError] = HfHubHTTPError, headers: dict[str, str] | None = None
 ) -> HfHubHTTPError:
     """The client's error for such an answer."""
-    response = httpx.Response(status, headers=headers, request=httpx.Request("GET", FakeHub.endpoint))
+    response: Any = httpx.Response(status, headers=headers, request=httpx.Request("GET", FakeHub.endpoint))
     return kind(words, response=response, server_message=words or None)
 
 

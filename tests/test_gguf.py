@@ -277,8 +277,12 @@ def test_the_tokenizer_is_copied_from_the_target_s_file(tmp_path: Path) -> None:
 
 def test_the_file_of_another_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "t.gguf"
-    wrong: list[tuple[dict[str, Any], str]] = [({"layers": 9}, "num_layers is 9"), ({"tokens": 63}, "vocab_size is 63")]
-    for changed, told in (*wrong, ({"width": None}, "hidden_size is None")):
+    wrong: dict[str, dict[str, Any]] = {
+        "num_layers is 9": {"layers": 9},
+        "vocab_size is 63": {"tokens": 63},
+        "hidden_size is None": {"width": None},
+    }
+    for told, changed in wrong.items():
         with pytest.raises(UserError, match=f"{told}, the drafter's target has"):
             llama_cpp.check_target_gguf(make_source(), None, target_file(path, **changed))
     for architecture, told in (("qwen2", "no states of qwen2 models"), ("qwen3", "")):
