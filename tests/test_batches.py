@@ -4,6 +4,7 @@ Targets in float32. One forward over many tokens and forwards over fewer round d
 at most in these families, so that 1e-4 leaves room for other machines. A key too many changes far more.
 """
 
+import itertools
 import random
 import shutil
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from draftsmith.train.run.batches import collate, collate_as
 from tests.conftest import make_target
 from tests.reference import counted, laid_out
 from tests.test_targets import FAMILIES, WINDOW, assert_close, some_tokens, target_of
-from tests.thinning import thinned
+from tests.thinning import a_few
 from tests.training_runs import done_path as done_path
 from tests.training_runs import metrics, train
 
@@ -156,7 +157,13 @@ def has_config(module: Any) -> bool:
     return hasattr(module, "config") and hasattr(module.config, "_attn_implementation")
 
 
-@pytest.mark.parametrize(("way", "name"), thinned(["its own", "masks"], FAMILIES))
+@pytest.mark.parametrize(
+    ("way", "name"),
+    a_few(
+        itertools.product(["its own", "masks"], FAMILIES),
+        *(("its own", "llama"), ("its own", "gemma2"), ("its own", "gpt_oss"), ("masks", "mistral, all layers slide")),
+    ),
+)
 @torch.no_grad()
 def test_every_family_reads_packed_documents_as_it_reads_them_alone(name: str, way: Any) -> None:
     """In the way that the trial chooses, and by masks, which it falls back on."""

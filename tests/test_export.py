@@ -54,7 +54,7 @@ def test_every_engine_that_can_gets_the_trained_drafter(name: str, home: Path, t
     source = source_of(name, home)
     assert [engine.name for engine in able_engines(source) if engine.name != "llama.cpp"] == ABLE[name]
     for engine in able_engines(source):
-        for dtype in (None, torch.bfloat16):
+        for dtype in (None, torch.bfloat16) if name == "eagle3" else (None,):
             out = tmp_path / engine.name
             export(source, engine, out, dtype, {})
             if engine.name == "llama.cpp":

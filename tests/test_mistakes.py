@@ -91,14 +91,13 @@ def test_a_mistake_is_told_before_anything_is_done(
 
 
 def test_all_mistakes_of_a_recipe_are_told_at_once(in_place: None) -> None:
-    """One for each key."""
-    chosen: dict[str, tuple[str, str]] = {}
-    for *overrides, key, fix in MISTAKES["recipe"]:
-        # What contradicts within a section is told once its values are of their types.
-        if len(overrides) == 1 and "`: expected " in problems_of("small.yaml", *overrides)[0]:
-            chosen.setdefault(key, (overrides[0], fix))
-    problems = problems_of("small.yaml", *(override for override, _ in chosen.values()))
-    for key, (_, fix) in chosen.items():
+    """One for each key. What contradicts within a section is told once its values are of their types."""
+    chosen: dict[str, list[str]] = {}
+    for case in MISTAKES["recipe"]:
+        if len(case) == 3 and "`: expected " in problems_of("small.yaml", case[0])[0]:
+            chosen.setdefault(case[0].partition("=")[0], case)
+    problems = problems_of("small.yaml", *(override for override, _, _ in chosen.values()))
+    for _, key, fix in chosen.values():
         assert any(key in problem and re.search(fix, problem) for problem in problems), key
     assert len(chosen) > 20
 

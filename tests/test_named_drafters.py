@@ -52,6 +52,7 @@ def measured(place: Path, drafter: str, plan: bool = False) -> str | None:
     return with_measured_drafters(load_recipe("measure.yaml", [f"eval.drafter={drafter}"]), plan).eval.drafter
 
 
+@pytest.mark.slow
 def test_a_foreign_folder_is_measured_as_its_import(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import_drafter(read_folder(place / "foreign"), load_recipe("measure.yaml").target, place / "by-hand")
     run_main(acceptance, "measure.yaml", "eval.drafter=foreign", "--plan")

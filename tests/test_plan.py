@@ -170,9 +170,9 @@ def cost_of(section: TrainSection, shape: Eagle3Config, rows: int, tokens: int, 
 @pytest.mark.parametrize(
     ("rows", "tokens", "columns", "changes", "bf16"),
     [
-        (3, 150, 100, {"ttt_steps": 5}, False),
+        pytest.param(3, 150, 100, {"ttt_steps": 5}, False, marks=pytest.mark.slow),
         (3, 150, 100, {}, True),
-        (3, 150, 100, {"gradient_checkpointing": True}, False),
+        pytest.param(3, 150, 100, {"gradient_checkpointing": True}, False, marks=pytest.mark.slow),
     ],
 )
 def test_the_dry_run_counts_what_a_real_one_takes(
@@ -195,7 +195,7 @@ def flops_of(run: Callable[[], Any]) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_operations_of_a_row_are_those_of_a_real_step(checkpointing: bool) -> None:
     """Of the unroll exactly, gradient checkpointing aside; of the target's layers without masked scores,
     and nearly, because the weights of norms count as products."""

@@ -182,8 +182,8 @@ def test_a_recipe_that_would_fill_memory_or_stack_is_refused(write, text, expect
     assert sum(map(len, problems)) < 3000
 
 
-@pytest.mark.parametrize("override", ["train.seed=" + "[" * 5000, "eval.also." + "9" * 5000 + ".name=x"])
-def test_an_endless_override_is_cut_in_its_message(write, override):
+def test_an_endless_override_is_cut_in_its_message(write):
+    override = "eval.also." + "9" * 5000 + ".name=x"
     (problem,) = problems_of(write(SMALLEST + "eval: {also: []}\n"), override)
     assert problem.startswith(f"override '{override[:200]}") and len(problem) < 1000
 

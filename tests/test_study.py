@@ -126,6 +126,7 @@ def test_ratios_are_paired_by_prompt_and_seed(found: Found) -> None:
     assert itself is not None and itself.value == 1 and tuple(itself.interval) == (1, 1)
 
 
+@pytest.mark.slow
 def test_the_pages_show_what_the_lines_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And every table and figure that can be made is on a page."""
     (tmp_path / "study").mkdir()
