@@ -145,6 +145,9 @@ def test_states_in_both_spellings_and_the_target_s_rotation(tmp_path: Path) -> N
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
     assert config["rope_theta"] == 5e5 and config["rope_scaling"]["factor"] == 8.0 and config["rms_norm_eps"] == 3e-5
     assert config["rope_parameters"] == rope
+    del config["eagle_aux_hidden_state_layer_ids"]  # SGLang's spelling alone, of layers' outputs
+    folder = write_folder(tmp_path / "sglang", config, load_file(tmp_path / "vllm/model.safetensors"))
+    assert read_foreign(read_folder(folder), facts(source)).shape.capture_layers == (1, 3, 6)
     table = load_file(tmp_path / "speculators/model.safetensors")["embed_tokens.weight"]
     assert torch.equal(table, target_of(**own).embedding_table)
     with pytest.raises(UserError, match="is not the table that the drafter was trained with"):
