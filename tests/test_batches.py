@@ -161,7 +161,8 @@ def has_config(module: Any) -> bool:
     ("way", "name"),
     a_few(
         itertools.product(["its own", "masks"], FAMILIES),
-        *(("its own", "llama"), ("its own", "gemma2"), ("its own", "gpt_oss"), ("masks", "mistral, all layers slide")),
+        *(("its own", "mistral, all layers slide"), ("masks", "mistral, all layers slide")),
+        *(("its own", "gemma2"), ("its own", "gpt_oss")),
     ),
 )
 @torch.no_grad()
