@@ -327,6 +327,7 @@ def test_init_writes_a_recipe_for_the_target(
     recipe = load_recipe("new/mine.yaml")
     assert recipe.target.model == str(target_dir) and recipe.data.prompts == "p.jsonl"
     assert recipe.drafter.vocab_size is None and recipe.data.max_length == 512  # all that the target has
+    assert recipe.train.learning_rate == starter.SMALL[1]  # no more for a target that is smaller still
     text = (tmp_path / "new/mine.yaml").read_text()
     assert "reads states 2, 3, 4 of 7" in text and "leave both out for EAGLE's code, llama.cpp\n" in text
     with pytest.raises(UserError, match=r"new/mine\.yaml exists"):
