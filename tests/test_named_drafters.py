@@ -76,8 +76,9 @@ def test_an_import_is_made_once_for_each_content_and_target(place: Path, monkeyp
     (place / "foreign/config.json").write_text(json.dumps(changed))
     second = measured(place, "foreign")
     assert second != first and read_drafter_config(Path(str(second)))[0].rms_norm_eps == 1e-4
-    recipe = load_recipe("measure.yaml", ["eval.drafter=foreign", "target.dtype=bfloat16"])
-    assert with_measured_drafters(recipe, plan=True).eval.drafter not in (first, second)
+    for other in ("target.dtype=bfloat16", "target.revision=v2"):
+        recipe = load_recipe("measure.yaml", ["eval.drafter=foreign", other])
+        assert with_measured_drafters(recipe, plan=True).eval.drafter not in (first, second)
 
 
 def test_names_on_the_hub(hub: FakeHub, place: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from draftsmith.models.costs import TargetSize, shared_out
 from draftsmith.models.target import load_causal_lm
@@ -105,6 +106,16 @@ def test_weights_that_stay_in_float32_are_not_rounded(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"ernie4_5_moe keeps weights in float32 .* \({name}\)"):
         check_sharding(load_recipe(path, ["target.dtype=bfloat16"]))
     check_sharding(load_recipe(path, ["target.dtype=float32"]))
+
+
+def test_weights_that_stay_in_float32_beside_float16_alone_are_no_matter_for_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules", ["o_proj"])
+    path = recipe_file(tmp_path, train={"shard_target": True})
+    check_sharding(load_recipe(path, ["target.dtype=bfloat16"]))
+    with pytest.raises(UserError, match="keeps weights in float32"):
+        check_sharding(load_recipe(path, ["target.dtype=float16"]))
 
 
 def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
