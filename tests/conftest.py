@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.schema import TargetSection
+from tests import shared
 
 # Models this small are faster on one thread, and tests side by side do not wait for each other; children inherit it.
 torch.set_num_threads(1)
@@ -96,15 +97,33 @@ def hub_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where xdist's workers share what they build, each worker's own folders beside it."""
+    base = tmp_path_factory.getbasetemp()
+    shared.folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    shared.folder.mkdir(exist_ok=True)
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer()
 
 
 @pytest.fixture(scope="session")
-def target_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+def target_dir(shared_folder: None, tokenizer: PreTrainedTokenizerFast) -> Path:
     """A model directory (Llama, 7 layers) with tokenizer and chat template, as `target.model` of a recipe."""
-    directory = tmp_path_factory.mktemp("target")
-    make_target().save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
+
+    def build(directory: Path) -> None:
+        make_target().save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+    return shared.built("target", build)
+
+
+@pytest.fixture(scope="session")
+def six_steps(target_dir: Path) -> Path:
+    """A folder with run/, in which the six steps of `training_runs.write_recipe` are done. Tests copy it."""
+    from tests.training_runs import train_six_steps  # what trains takes seconds to import
+
+    return shared.built("six-steps", lambda folder: train_six_steps(folder, target_dir))

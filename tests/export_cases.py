@@ -1,6 +1,7 @@
 """A target on disk, trained drafters of every kind for it, and a foreign folder as its publishers write it."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from tests.conftest import VOCAB_SIZE, files_of, make_target, make_tokenizer
 
+Tensors = dict[str, torch.Tensor]
 CUT = 200  # tokens of a draft vocabulary
 # (kind, base, draft tokens or None, what its config says beyond the target's shape)
 DRAFTERS: dict[str, tuple[str, str | None, int | None, dict[str, Any]]] = {
@@ -86,95 +88,52 @@ def trained(directory: Path, target_dir: Path | str, drafter: Drafter, **overrid
     return Source.read(directory)
 
 
-def published_eagle3(directory: Path) -> dict[str, torch.Tensor]:
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "hidden_act": "silu"}
+PUBLISHED = ATTENTION | {"hidden_size": 32, "vocab_size": VOCAB_SIZE, "model_type": "llama"}
+
+
+def random_layer(prefix: str, width: int, inner: int, norms: Sequence[str], generator: torch.Generator) -> Tensors:
+    """Tensors of a layer whose attention reads `width` numbers, and of `fc`, by their published names."""
+    shapes = {"q": (32, width), "k": (16, width), "v": (16, width), "o": (32, 32)}
+    sizes = {f"{prefix}.self_attn.{each}_proj.weight": shape for each, shape in shapes.items()}
+    sizes |= {f"{prefix}.mlp.{each}_proj.weight": (inner, 32) for each in ("gate", "up")}
+    sizes[f"{prefix}.mlp.down_proj.weight"] = (32, inner)
+    tensors = {name: 0.2 * torch.randn(*shape, generator=generator) for name, shape in sizes.items()}
+    return tensors | {f"{prefix}.{norm}.weight": 1 + 0.2 * torch.randn(32, generator=generator) for norm in norms}
+
+
+def published_eagle3(directory: Path) -> Tensors:
     """An EAGLE-3 checkpoint as its authors publish them: their names, offsets, config keys, no rotary base."""
-    hidden, heads, groups, dim, wide = 32, 4, 2, 8, 40
     generator = torch.Generator().manual_seed(5)
-
-    def random(*sizes: int) -> torch.Tensor:
-        return 0.2 * torch.randn(*sizes, generator=generator)
-
     ids = torch.randperm(VOCAB_SIZE, generator=generator)[:CUT].sort().values
-    marked = torch.zeros(VOCAB_SIZE, dtype=torch.bool)
-    marked[ids] = True
-    tensors = {
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    tensors = random_layer("midlayer", 64, 40, norms, generator) | {
         "d2t": ids - torch.arange(CUT),
-        "t2d": marked,
-        "fc.weight": random(hidden, 3 * hidden),
-        "lm_head.weight": random(CUT, hidden),
-        "norm.weight": 1 + random(hidden),
-        "midlayer.hidden_norm.weight": 1 + random(hidden),
-        "midlayer.input_layernorm.weight": 1 + random(hidden),
-        "midlayer.post_attention_layernorm.weight": 1 + random(hidden),
-        "midlayer.self_attn.q_proj.weight": random(heads * dim, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": random(groups * dim, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": random(groups * dim, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": random(hidden, heads * dim),
-        "midlayer.mlp.gate_proj.weight": random(wide, hidden),
-        "midlayer.mlp.up_proj.weight": random(wide, hidden),
-        "midlayer.mlp.down_proj.weight": random(hidden, wide),
+        "t2d": torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill(0, ids, True),
+        "fc.weight": 0.2 * torch.randn(32, 96, generator=generator),
+        "lm_head.weight": 0.2 * torch.randn(CUT, 32, generator=generator),
+        "norm.weight": 1 + 0.2 * torch.randn(32, generator=generator),
     }
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "bos_token_id": None,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": wide,
-        "max_position_embeddings": 2048,
-        "model_type": "llama",
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "vocab_size": VOCAB_SIZE,
-        "draft_vocab_size": CUT,
-    }
-    write_folder(directory, config, tensors)
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "intermediate_size": 40, "max_position_embeddings": 2048}
+    own |= {"bos_token_id": None, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "draft_vocab_size": CUT}
+    write_folder(directory, PUBLISHED | own, tensors)
     return tensors
 
 
-def published_eagle(directory: Path, table: torch.Tensor) -> dict[str, torch.Tensor]:
+def published_eagle(directory: Path, table: torch.Tensor) -> Tensors:
     """An EAGLE-2 checkpoint: fc with bias, one layer without its first norm, and a copy of the target's embeddings."""
-    hidden, wide = 32, 48
     generator = torch.Generator().manual_seed(6)
-
-    def random(*sizes: int) -> torch.Tensor:
-        return 0.2 * torch.randn(*sizes, generator=generator)
-
-    tensors = {
+    tensors = random_layer("layers.0", 32, 48, ["post_attention_layernorm"], generator) | {
         "embed_tokens.weight": table.clone(),
-        "fc.weight": random(hidden, 2 * hidden),
-        "fc.bias": random(hidden),
-        "layers.0.post_attention_layernorm.weight": 1 + random(hidden),
-        "layers.0.self_attn.q_proj.weight": random(32, hidden),
-        "layers.0.self_attn.k_proj.weight": random(16, hidden),
-        "layers.0.self_attn.v_proj.weight": random(16, hidden),
-        "layers.0.self_attn.o_proj.weight": random(hidden, 32),
-        "layers.0.mlp.gate_proj.weight": random(wide, hidden),
-        "layers.0.mlp.up_proj.weight": random(wide, hidden),
-        "layers.0.mlp.down_proj.weight": random(hidden, wide),
+        "fc.weight": 0.2 * torch.randn(32, 64, generator=generator),
+        "fc.bias": 0.2 * torch.randn(32, generator=generator),
     }
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "bias": True,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": wide,
-        "max_position_embeddings": 4096,
-        "model_type": "llama",
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "vocab_size": VOCAB_SIZE,
-    }
-    write_folder(directory, config, tensors)
+    own = {"architectures": ["LlamaForCausalLM"], "bias": True, "intermediate_size": 48, "rope_scaling": None}
+    write_folder(directory, PUBLISHED | own | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6}, tensors)
     return tensors
 
 
-def write_folder(directory: Path, config: Any, tensors: dict[str, torch.Tensor]) -> Path:
+def write_folder(directory: Path, config: Any, tensors: Tensors) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")

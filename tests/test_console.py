@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -20,32 +19,15 @@ from draftsmith.models import starter
 from draftsmith.models.drafters import drafter_shape
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.command import console, pipeline
+from draftsmith.recipes.command import pipeline
 from draftsmith.recipes.command.cli import parse_command
-from draftsmith.recipes.command.inputs import made_by, require_files
-from draftsmith.recipes.command.stages import INSIDE_RUN, SCRIPTS, STAGES, print_next
+from draftsmith.recipes.command.stages import INSIDE_RUN, STAGES, print_next
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from tests.training_runs import run_main
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib")
-OF_DEVELOPERS = {"recipes/command/cli.py"}
-
-
-def test_every_script_is_a_command() -> None:
-    scripts = {
-        str(path.relative_to(ROOT))
-        for folder in ("data_gen", "train", "eval", "models", "recipes")
-        for path in (ROOT / folder).glob("*.py")
-        if path.name != "import_drafter.py" and re.search(r"^ +run\(main", path.read_text(), re.MULTILINE)
-    }
-    shared = [
-        script.path for name, script in SCRIPTS.items() if name not in ("init", "run", "import-drafter", "completion")
-    ]
-    named = {path.format(kind=kind) for path in shared for kind in ("eagle", "eagle3", "poss", "vispec")}
-    assert scripts - OF_DEVELOPERS == named
-    assert all(name in console.help_text() for name in SCRIPTS)
 
 
 def test_help_and_mistakes_come_before_heavy_imports(tmp_path: Path) -> None:
@@ -81,22 +63,11 @@ for name, script in console.SCRIPTS.items():
     assert done.returncode == 0, done.stderr
 
 
-def test_an_unknown_command_is_told_with_the_likely_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["draftsmith", "evalute", "r.yaml"])
-    with pytest.raises(SystemExit) as ended:
-        console.main()
-    assert ended.value.code == 2 and "did you mean `evaluate`?" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
         ("draftsmith eva", ["evaluate"]),
-        ("draftsmith completion z", ["zsh"]),
         ("draftsmith train r.yaml train.max_st", ["train.max_steps="]),
-        ("draftsmith train r.yaml --proc", ["--processes"]),
     ],
 )
 def test_a_shell_gets_completions(line: str, expected: list[str], tmp_path: Path) -> None:
@@ -120,6 +91,7 @@ class Stages:
 
     def __init__(self, recipe_path: Path, monkeypatch: pytest.MonkeyPatch):
         self.recipe_path, self.called, self.fails = recipe_path, list[str](), dict[str, Callable[[], int]]()
+        self.content: Callable[[], object] = time.time_ns  # of what a stage writes
         self._monkeypatch = monkeypatch
         monkeypatch.setattr(pipeline, "_call", self._call)
 
@@ -132,7 +104,7 @@ class Stages:
             return 0
         for file in STAGES[stage].writes(load_recipe(self.recipe_path, overrides)):
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"{stage} {time.time_ns()}")
+            file.write_text(f"{stage} {self.content()}")
         return 0
 
     def run(self, *arguments: str) -> list[str]:
@@ -173,36 +145,24 @@ def test_a_run_does_what_is_missing_and_nothing_else(stages: Stages, capsys: pyt
     assert stages.run("eval.max_prompts=3", "train.max_steps=9") == ALL
 
 
-def test_what_decides_a_result_makes_a_stage_run_again_and_nothing_else(
-    stages: Stages, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_decides_a_result_makes_a_stage_run_again_and_nothing_else(stages: Stages, tmp_path: Path) -> None:
     run, remove = tmp_path / "run", "data.contamination=remove"
     assert stages.run() == ALL
-    speed = ["data.generator.batch_size=2", "train.trackers=[]", "target.device=cpu"]
-    assert stages.run(*speed) == []
-    # Defaults are not remembered, so that a key which a later version adds changes nothing.
-    assert set(pipeline._settings(load_recipe(stages.recipe_path), "train")) == {"target", "data"}
+    assert stages.run("data.generator.batch_size=2", "train.trackers=[]", "target.device=cpu") == []
     os.utime(run / "conversations.jsonl")  # another time, the same content
     assert stages.run() == []
     shutil.copytree(run, tmp_path / "copy")
     assert stages.run(f"output_dir={tmp_path / 'copy'}") == []
     (run / "drafter/config.json").write_text("garbage")
-    capsys.readouterr()
     assert stages.run("--plan") == ["train --plan", "evaluate --plan"]
-    said = capsys.readouterr().out
-    assert (
-        "to do  train        drafter/model.safetensors, drafter/config.json  (drafter/config.json has changed)" in said
-    )
-    assert "to do  evaluate     eval/acceptance.json  (after train)" in said
     (run / "token_counts.safetensors").unlink()
     assert stages.run()[:2] == ["rank-vocab", "train"]
     # Screened against other questions, other answers may be trained on.
     again = [f"output_dir={tmp_path / 'screened'}", remove, "eval.prompts=recipes/demo_prompts/stdlib-train.jsonl.gz"]
     stages.fails["train"] = lambda: 2
-    with pytest.raises(SystemExit):
-        stages.run(*again)
-    with pytest.raises(SystemExit):
-        stages.run(*again[:2])
+    for words in (again, again[:2]):
+        with pytest.raises(SystemExit):
+            stages.run(*words)
     assert stages.called == ALL[:3]
 
 
@@ -239,51 +199,31 @@ def test_a_changed_template_adapter_or_draft_model_is_noticed(stages: Stages, tm
         assert stages.run(*words, place) == (["evaluate"] if "small" in file else ALL)
 
 
-def test_files_of_a_pattern_are_compared_by_content(stages: Stages, tmp_path: Path) -> None:
-    parts = [f"data.prompts={tmp_path}/prompts*.jsonl", f"output_dir={tmp_path / 'other'}"]
-    assert stages.run(*parts) == ALL and stages.run(*parts) == []
-    more = tmp_path / "prompts2.jsonl"
-    more.write_text('{"prompt": "b"}\n')
-    with pytest.raises(UserError, match=r"^data: the prompts or answers changed"):
-        stages.run(*parts)
-    more.unlink()
-    assert stages.run(*parts) == []
-
-
 def test_an_export_is_made_again_after_the_weights_and_the_measurement(stages: Stages) -> None:
     to = "export.to=vllm"
     assert stages.run() == ALL
     assert stages.run(to) == ["export"] and stages.run(to) == []
     exported = stages.recipe_path.parent / "run/export/vllm"
-    assert {path.name for path in exported.iterdir()} == {"config.json", "model.safetensors", "README.md"}
     assert stages.run(to, "eval.max_prompts=3") == ["evaluate", "export"]
     assert stages.run(to, "eval.max_prompts=3", "train.max_steps=9") == ["train", "evaluate", "export"]
-    assert stages.run(to, "eval.max_prompts=3", "train.max_steps=9", "export.license=mit") == ["export"]
     stages.fails["export"] = lambda: 0  # it ended well, but the folder is the older one
     with pytest.raises(SystemExit):
-        stages.run(to, "eval.max_prompts=3", "train.max_steps=9")
+        stages.run(to, "eval.max_prompts=3")
     stages.fails.clear()
     (exported / "config.json").unlink()
-    assert stages.run(to, "eval.max_prompts=3", "train.max_steps=9") == ["export"]
-    assert stages.run("export.to=llama.cpp", "eval.max_prompts=3", "train.max_steps=9") == ["export"]
-    assert (exported.parent / "llama.cpp/drafter.gguf").exists()
+    assert stages.run(to, "eval.max_prompts=3", "train.max_steps=9")[-1] == "export"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere stages are not forked")
-def test_what_stages_inherit_has_not_touched_a_gpu() -> None:
-    """CUDA cannot be used in a process that was forked off one which has asked for its devices."""
-    script = """
-import torch
-def refuse(*_): raise AssertionError("asked for the GPU")
-for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
-    setattr(torch.cuda, name, refuse)
-from draftsmith.recipes.command import pipeline
-pipeline._import_for_stages()
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
+def test_a_run_that_starts_from_a_drafter_trains_again_after_that_one(stages: Stages, tmp_path: Path) -> None:
+    stages.content = lambda: "the same"
+    (tmp_path / "start").mkdir()
+    for weights in ("one", "another"):
+        (tmp_path / "start/model.safetensors").write_text(weights)
+        assert "train" in stages.run(f"drafter.init_from={tmp_path / 'start'}")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is told on Linux alone")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_stage_ends_with_the_command_that_started_it(name: str, tmp_path: Path) -> None:
     """Whoever sends the signal to `draftsmith run` alone."""
@@ -321,29 +261,6 @@ sys.exit(pipeline._call(["train"]))
     assert not stage.is_running() or stage.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("stage", ["regenerate", "train"])
-def test_what_evaluation_would_refuse_is_refused_before_anything_is_written(
-    stage: str, stages: Stages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = stages.recipe_path.parent / "run"
-    run.mkdir()
-    (run / "conversations.jsonl").write_text("")
-    (run / "draft_vocab.safetensors").write_text("")
-    monkeypatch.setenv("DRAFTSMITH_INSIDE_RUN", "1")
-    monkeypatch.setattr(sys, "argv", ["draftsmith", stage, str(stages.recipe_path), "eval.max_new_tokens=2000"])
-    with pytest.raises(SystemExit) as ended:
-        console.main()
-    assert ended.value.code == 2
-    assert "eval.max_new_tokens 2,000 leaves no room for a prompt in the target's 1,024" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["run", "--help"], ["train", "recipes/demo.yaml", "train.max_steps=x"]])
-def test_a_closed_output_is_no_error(words: list[str]) -> None:
-    command = f"exec {sys.executable} -m draftsmith.recipes.command.console {' '.join(words)} >&-"
-    done = subprocess.run(["sh", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == (0 if "--help" in words else 2) and "Traceback" not in done.stderr
-
-
 def test_a_stage_that_did_not_end_well_is_not_done(stages: Stages, capsys: pytest.CaptureFixture[str]) -> None:
     stages.fails["train"] = lambda: 2
     with pytest.raises(SystemExit) as ended:
@@ -361,21 +278,6 @@ def test_a_stage_that_did_not_end_well_is_not_done(stages: Stages, capsys: pytes
     assert ended.value.code == 1
 
 
-def test_a_plan_goes_through_all_stages_whatever_cannot_work(
-    stages: Stages, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stages.fails["regenerate"] = stages.fails["train"] = lambda: 2
-    with pytest.raises(SystemExit) as ended:
-        stages.run("--plan")
-    assert ended.value.code == 2 and stages.called == [f"{stage} --plan" for stage in ALL]
-    assert "cannot work as planned: regenerate, train\n" in capsys.readouterr().err
-    stages.fails.clear()
-    stages.fails["rank-vocab"] = lambda: 130  # Ctrl-C
-    with pytest.raises(SystemExit) as ended:
-        stages.run("--plan")
-    assert ended.value.code == 130 and len(stages.called) == 2
-
-
 def test_a_recipe_decides_which_stages_there_are(stages: Stages) -> None:
     c2t = "eval.tree={policy: c2t, c2t: {classifier: " + str(stages.recipe_path.parent / "run/c2t") + "}}"
     states = f"data.states={stages.recipe_path.parent / 'states'}"
@@ -390,13 +292,9 @@ def test_a_recipe_decides_which_stages_there_are(stages: Stages) -> None:
 
 def test_prompts_about_pictures_come_first_and_stay(stages: Stages) -> None:
     pictures = ["data.prompts=null", "data.reprompt.sources=pictures.jsonl"]
-    output = f"output_dir={stages.recipe_path.parent}/seen"
-    assert stages.run(*pictures, output) == ["reprompt", *ALL]
-    assert stages.run(*pictures, output) == []
+    assert stages.run(*pictures) == ["reprompt", *ALL] and stages.run(*pictures) == []
     with pytest.raises(UserError, match="data: the prompts or answers changed"):  # after training
-        stages.run(*pictures, output, "data.reprompt.min_words=99")
-    with pytest.raises(UserError, match="run `draftsmith reprompt` first"):
-        require_files(made_by("reprompt", load_recipe(stages.recipe_path, [*pictures, "output_dir=elsewhere"])))
+        stages.run(*pictures, "data.reprompt.min_words=99")
 
 
 def test_each_stage_names_the_next_one(
@@ -407,14 +305,11 @@ def test_each_stage_names_the_next_one(
         print_next(parse_command(None), done)
         return capsys.readouterr().out
 
-    monkeypatch.chdir(ROOT)
     recipe, setting = stages.recipe_path, "eval.also=[{name: a b}]"
-    quoted = "'eval.also=[{name: a b}]'"
-    assert said("data_gen/rank_vocab.py", "rank-vocab", setting) == f"next: python train/eagle3.py {recipe} {quoted}\n"
-    assert said("draftsmith regenerate", "regenerate") == f"next: draftsmith rank-vocab {recipe}\n"
+    assert said("draftsmith rank-vocab", "rank-vocab", setting) == f"next: draftsmith train {recipe} '{setting}'\n"
     assert said("draftsmith evaluate", "evaluate") == said("x", "train", "--plan") == ""
-    monkeypatch.chdir(stages.recipe_path.parent)  # where there are no scripts
-    assert said("regenerate.py", "regenerate") == f"next: draftsmith rank-vocab {recipe}\n"
+    monkeypatch.chdir(ROOT)
+    assert said("data_gen/rank_vocab.py", "rank-vocab") == f"next: python train/eagle3.py {recipe}\n"
     monkeypatch.setenv(INSIDE_RUN, "1")
     assert said("regenerate.py", "regenerate") == ""
 
@@ -432,6 +327,7 @@ def test_init_writes_a_recipe_for_the_target(
     recipe = load_recipe("new/mine.yaml")
     assert recipe.target.model == str(target_dir) and recipe.data.prompts == "p.jsonl"
     assert recipe.drafter.vocab_size is None and recipe.data.max_length == 512  # all that the target has
+    assert recipe.train.learning_rate == starter.SMALL[1]  # no more for a target that is smaller still
     text = (tmp_path / "new/mine.yaml").read_text()
     assert "reads states 2, 3, 4 of 7" in text and "leave both out for EAGLE's code, llama.cpp\n" in text
     with pytest.raises(UserError, match=r"new/mine\.yaml exists"):
@@ -441,7 +337,7 @@ def test_init_writes_a_recipe_for_the_target(
     assert not Path("other.yaml").exists()
 
 
-@pytest.mark.parametrize("depth", range(1, 8))
+@pytest.mark.parametrize("depth", [1, 6, 7])
 def test_init_names_states_that_a_target_of_any_depth_has(target_dir: Path, tmp_path: Path, depth: int) -> None:
     shallow, path = tmp_path / "shallow", tmp_path / "my.yaml"
     shutil.copytree(target_dir, shallow)

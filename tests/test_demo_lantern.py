@@ -1,62 +1,22 @@
 """The image demo: its pictures and captions, its target, and the measure of generated pictures."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
-import torch
-from transformers import AutoTokenizer, Emu3ForConditionalGeneration
+from transformers import Emu3ForConditionalGeneration
 
-from demos import quality
-from demos.codes import encoded, pixel_tensor
-from demos.digits import CAPTIONS, PIXELS, SPLITS, digit_scans, picture_at
-from demos.make_image_target import AutoencoderLearner, build_model, build_tokenizer, prompt_ids
+from demos.digits import CAPTIONS, PIXELS
 from demos.quality import (
     TARGET,
     ImageTarget,
-    frechet_distance,
     real_pictures,
-    resampled,
 )
-from tests.training_runs import run_main
 
 
 @pytest.fixture(scope="module")
 def target() -> ImageTarget:
     return ImageTarget(TARGET)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TARGET)
-
-
-def test_splits_share_no_scan():
-    sets = [{scan.tobytes() for scans in digit_scans(split).values() for scan in scans} for split in SPLITS]
-    assert [len(scans) for scans in sets] == [1617, 180]
-    assert not sets[0] & sets[1]
-
-
-def test_every_caption_is_known_words(tokenizer):
-    ids = prompt_ids(tokenizer, list(CAPTIONS))
-    assert ids.shape == (360, 7)
-    assert tokenizer.unk_token_id not in ids
-    assert tokenizer("a violet seven on blue")["input_ids"].count(tokenizer.unk_token_id) == 1
-
-
-def test_answers_are_the_same_as_text_and_as_tokens(tokenizer):
-    """Regenerated conversations hold both."""
-    codes = [tokenizer.convert_tokens_to_ids(f"<|visual token {code:06d}|>") for code in (0, 1, 311, 511, 511)]
-    text = tokenizer.decode(codes)
-    assert tokenizer(text, add_special_tokens=False)["input_ids"] == codes
-    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
-    chat = [{"role": "user", "content": CAPTIONS[0].text}, {"role": "assistant", "content": text}]
-    ids = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
-    answer = [i for i, mine in zip(ids["input_ids"], ids["assistant_masks"], strict=True) if mine]
-    assert answer == [*codes, tokenizer.eos_token_id]
-    assert ids["input_ids"][:7] == prompt_ids(tokenizer, [CAPTIONS[0]])[0].tolist()
 
 
 def test_shipped_target(target: ImageTarget):
@@ -73,89 +33,3 @@ def test_shipped_target(target: ImageTarget):
     assert (
         numpy.mean([number == caption.digit for (_, number, _), caption in zip(readings, captions, strict=True)]) > 0.7
     )
-
-
-def test_frechet_distance_of_covariances_that_do_not_commute():
-    """The trace of the root by all eigenvalues of the product, which is not symmetric."""
-    draws = numpy.random.default_rng(1)
-    a, b = (draws.normal(size=(50, 4)) @ draws.normal(size=(4, 4)) for _ in range(2))
-    product = numpy.cov(a, rowvar=False) @ numpy.cov(b, rowvar=False)
-    root = numpy.sqrt(numpy.linalg.eigvals(product).real).sum()
-    traces = sum(numpy.trace(numpy.cov(each, rowvar=False)) for each in (a, b))
-    expected = ((a.mean(0) - b.mean(0)) ** 2).sum() + traces - 2 * root
-    assert frechet_distance(a, b) == pytest.approx(expected)
-
-
-def test_interval_holds_the_value():
-    features = numpy.random.default_rng(2).normal(size=(120, 6))
-    other = numpy.random.default_rng(3).normal(size=(2000, 6))
-    low, high = resampled(lambda drawn: frechet_distance(features[drawn], other), len(features), 300, biased=True)
-    assert low < frechet_distance(features, other) < high
-    low, high = resampled(lambda drawn: (drawn < 30).mean(), 120, 300)  # a share of 1/4
-    deviation = (0.25 * 0.75 / 120) ** 0.5
-    assert low == pytest.approx(0.25 - 1.96 * deviation, abs=0.02) and high == pytest.approx(0.5 - low, abs=0.03)
-
-
-def write_generations(folder: Path, target: ImageTarget, damage: dict[str, int]) -> None:
-    """Real pictures as answers of contenders, of which the first `damage` lack a code."""
-    captions = CAPTIONS[5::12]
-    answers = encoded(target.autoencoder, real_pictures(captions, "answers"))
-    first = target.tokenizer.convert_tokens_to_ids("<|visual token 000000|>")
-    lines = []
-    for name, broken in damage.items():
-        for i, (caption, codes) in enumerate(zip(captions, answers, strict=True)):
-            ids = [first + code for code in codes[(i < broken) :]] + [target.stop]
-            prompt = prompt_ids(target.tokenizer, [caption])[0].tolist()
-            lines.append(json.dumps({"contender": name, "prompt_token_ids": prompt, "token_ids": ids}))
-    folder.mkdir()
-    (folder / "generations.jsonl").write_text("\n".join(lines) + "\n")
-
-
-def test_table_of_contenders(tmp_path: Path, target: ImageTarget, monkeypatch, capsys):
-    """Answers that are no whole picture count as wrong, and their pictures for nothing else."""
-    write_generations(tmp_path / "eval", target, {"exact": 0, "[relaxed]": 6})
-    monkeypatch.setattr(quality, "REAL_PICTURES", 100)
-    monkeypatch.setenv("COLUMNS", "160")
-    run_main(quality, tmp_path / "eval", "--samples", "20")
-    rows = {name: row.split() for row in capsys.readouterr().out.splitlines() if (name := row.strip().split("  ")[0])}
-    assert rows["exact"][1:3] == ["30", "100.0%"] and rows["[relaxed]"][1:3] == ["30", "80.0%"]
-    digit = {name: float(rows[name][-6].rstrip("%")) for name in ("exact", "[relaxed]")}
-    assert digit["[relaxed]"] <= 80 < digit["exact"]
-    assert rows["real pictures"][2] == "30"
-
-
-def one_step(silent: bool) -> tuple[AutoencoderLearner, torch.Tensor]:
-    """A learner after one step, and the pixels that it saw.
-
-    Args:
-        silent: the decoder's gradients end in its last layer.
-    """
-    torch.manual_seed(0)
-    learner = AutoencoderLearner(build_model(build_tokenizer(64), layers=1, hidden_size=96).model.vqmodel)
-    if silent:
-        learner.autoencoder.decoder.conv_out.weight.data.zero_()
-    pixels = pixel_tensor(numpy.stack([picture_at("train", i)[1] for i in range(4)]))
-    learner.loss(pixels, quantise=True, revive=0).backward()
-    return learner, pixels
-
-
-def test_gradients_pass_the_codes():
-    """The encoder learns from the decoder's error, not from the distance to its codes alone."""
-    spoken, silent = (one_step(silent)[0].autoencoder.encoder.conv_in.weight.grad for silent in (False, True))
-    assert (spoken - silent).norm() > 0.1 * silent.norm() > 0
-
-
-def test_codebook_follows_its_cells():
-    """One step: codes move to the mean of the cells that chose them, and dead ones begin at a cell."""
-    learner, pixels = one_step(silent=False)
-    model = learner.autoencoder
-    latents = model.quant_conv(model.encoder(pixels[:, None]).transpose(1, 2)).detach()
-    cells_MD = latents.permute(0, 2, 3, 4, 1).flatten(0, 3)
-    # Revived codes are cells. Each then counts KEPT * 1 + (1 - KEPT) * (cells that chose it), at their weighted mean.
-    seed = torch.Generator().manual_seed(0)
-    revived = cells_MD[torch.randint(len(cells_MD), (64,), generator=seed)]
-    chosen = torch.cdist(cells_MD, revived).argmin(-1)
-    for code in range(64):
-        own = cells_MD[chosen == code]
-        mean = (0.97 * revived[code] + 0.03 * own.sum(0)) / (0.97 + 0.03 * len(own))
-        torch.testing.assert_close(learner.codebook_CD[code], mean, rtol=1e-4, atol=1e-5)

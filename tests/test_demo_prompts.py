@@ -1,16 +1,14 @@
 """What the demos ask: shipped files are what `demos.prompts` writes; splits of the library share nothing."""
 
-import ast
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from demos import stdlib
 from demos.prompts import OUT, caption_conversations, scene_conversations
-from demos.stdlib import copy_conversations, split_of, stdlib_conversations
+from demos.stdlib import split_of, stdlib_conversations
 from draftsmith.recipes.prompts.pictures import read_picture
 from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
@@ -65,49 +63,3 @@ def test_every_module_is_in_one_split(library: Path) -> None:
     assert train | heldout == set(names)
     assert not train & heldout
     assert len(train) > len(heldout) > 0
-    copied = list(copy_conversations())
-    assert {each["meta"]["module"] for each in copied} == heldout
-    assert {each["meta"]["category"] for each in copied} == {"edit", "again"}
-    for conversation in copied:
-        first, second, third = (message["content"] for message in conversation["messages"])
-        if conversation["meta"]["category"] == "again":
-            assert (second, third) == (first.replace("function()", "function_v2()"), first) and second != first
-        else:
-            assert first.endswith("\n    return value_0") and "`function` to `function_v2`" in second
-
-
-def test_a_held_out_function_that_a_training_module_has_is_left_out(library: Path) -> None:
-    body = "".join(f"    value_{line} = str({line})\n" for line in range(8))
-    heldout, train = (next(f"m{i}" for i in range(100) if split_of(f"m{i}") == split) for split in ("heldout", "train"))
-    (library / f"{train}.py").write_text(f"def both():\n{body}")
-    (library / f"{heldout}.py").write_text(f"def both():\n    # the same\n{body}\ndef own():\n{body}")
-    assert [each["id"].split("/")[2] for each in stdlib_conversations("heldout")] == ["own"]
-
-
-def test_a_function_of_the_library_is_read_as_it_stands_in_its_file(library: Path) -> None:
-    text = '''
-class Queue:
-    if True:
-        @property
-        @wraps(
-            first)
-        async def size(self, *, wait=1):
-            """Return it.
-
-            More."""
-            text = """a
-  b\f
-"""
-            return text  # a comment
-
-def stub(): "Do nothing."
-'''
-    (library / "queue.py").write_text(text)
-    size, stub_ = stdlib.library_functions()
-    assert (size.id, size.what, stub_.id) == ("stdlib/queue/Queue.size", "method", "stdlib/queue/stub")
-    assert (size.signature, size.summary) == ("size(self, *, wait=1)", "Return it.")
-    tree: Any = ast.parse(text).body[0]
-    whole = tree.body[0].body[0]
-    del whole.body[0]
-    assert size.source == ast.unparse(whole) and "a\\n  b" in size.source
-    assert (stub_.signature, stub_.summary, stub_.source) == ("stub()", "Do nothing.", "def stub():\n    pass")

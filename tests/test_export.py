@@ -18,7 +18,6 @@ from draftsmith.models.formats.exporting import (
     export,
     facts,
     prove,
-    readers,
     target_embeddings,
 )
 from draftsmith.models.formats.folder import read_folder
@@ -55,7 +54,7 @@ def test_every_engine_that_can_gets_the_trained_drafter(name: str, home: Path, t
     source = source_of(name, home)
     assert [engine.name for engine in able_engines(source) if engine.name != "llama.cpp"] == ABLE[name]
     for engine in able_engines(source):
-        for dtype in (None, torch.bfloat16):
+        for dtype in (None, torch.bfloat16) if name == "eagle3" else (None,):
             out = tmp_path / engine.name
             export(source, engine, out, dtype, {})
             if engine.name == "llama.cpp":
@@ -73,57 +72,18 @@ def test_every_engine_that_can_gets_the_trained_drafter(name: str, home: Path, t
             assert not (tmp_path / "refused").exists()
 
 
-def test_one_folder_serves_several_engines(home: Path, tmp_path: Path) -> None:
-    for name, others in (("eagle3", ["vllm", "sglang", "tensorrt-llm"]), ("eagle3, two layers", ["vllm", "sglang"])):
-        source = source_of(name, home)
-        assert [engine.name for engine in readers(source, ENGINES["vllm"])] == others
-        folders = [tmp_path / name / other for other in others]
-        for folder in folders:
-            export(source, ENGINES[folder.name], folder, None, {})
-        for file in ("config.json", "model.safetensors"):
-            assert len({(folder / file).read_bytes() for folder in folders}) == 1
-    assert [engine.name for engine in readers(source_of("eagle", home), ENGINES["vllm"])] == ["vllm"]
-
-
 # What config.json says of a drafter beyond its sizes, which the read-back compares.
 PLAIN = {"model_type": "llama", "mlp_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"}
+STATES = "eagle_aux_hidden_state_layer_ids"
+OURS = {"dtype": "float32", "norm_before_residual": False, STATES: [1, 3, 6], "tie_word_embeddings": False}
+OF_VLLM = {"attention_bias": False, "bias": False, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
+OF_VLLM |= {"num_aux_hidden_states": 3, "target_hidden_size": 32, "architectures": ["LlamaForCausalLMEagle3"]}
+EAGLE_CONFIG = {"use_aux_hidden_state": True, STATES: [0, 2, 5], "norm_before_fc": False, "next_layer_regular": True}
 SAID: dict[str, tuple[str, dict[str, Any]]] = {
-    "vllm": (
-        "eagle3",
-        PLAIN
-        | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "dtype": "float32",
-            "attention_bias": False,
-            "bias": False,
-            "norm_before_residual": False,
-            "norm_before_fc": False,
-            "fc_norm": False,
-            "norm_output": False,
-            "num_aux_hidden_states": 3,
-            "target_hidden_size": 32,
-            "eagle_aux_hidden_state_layer_ids": [1, 3, 6],
-            "eagle_config": {
-                "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": [0, 2, 5],
-                "norm_before_fc": False,
-                "next_layer_regular": True,
-            },
-        },
-    ),
+    "vllm": ("eagle3", PLAIN | OURS | OF_VLLM | {"eagle_config": EAGLE_CONFIG}),
     "sglang": ("eagle", PLAIN | {"architectures": ["LlamaForCausalLMEagle"], "bias": False, "attention_bias": False}),
     "eagle": ("eagle", PLAIN | {"architectures": ["LlamaForCausalLM"], "bias": False}),
-    "speculators": (
-        "eagle3",
-        {
-            "architectures": ["Eagle3DraftModel"],
-            "speculators_model_type": "eagle3",
-            "dtype": "float32",
-            "tie_word_embeddings": False,
-            "norm_before_residual": False,
-            "eagle_aux_hidden_state_layer_ids": [1, 3, 6],
-        },
-    ),
+    "speculators": ("eagle3", OURS | {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3"}),
 }
 
 
@@ -173,14 +133,8 @@ def test_the_file_has_the_tensors_that_the_engine_asks_for(
 
 
 def test_states_in_both_spellings_and_the_target_s_rotation(tmp_path: Path) -> None:
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 128,
-    }
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 128}
     own = {"rope_parameters": rope, "rms_norm_eps": 3e-5, "tie_word_embeddings": True}
     target = save_target(tmp_path / "target", sharded=True, **own)
     source = trained(tmp_path / "drafter", target, drafter_named("eagle3", **own), **own)
@@ -191,8 +145,13 @@ def test_states_in_both_spellings_and_the_target_s_rotation(tmp_path: Path) -> N
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
     assert config["rope_theta"] == 5e5 and config["rope_scaling"]["factor"] == 8.0 and config["rms_norm_eps"] == 3e-5
     assert config["rope_parameters"] == rope
+    del config["eagle_aux_hidden_state_layer_ids"]  # SGLang's spelling alone, of layers' outputs
+    folder = write_folder(tmp_path / "sglang", config, load_file(tmp_path / "vllm/model.safetensors"))
+    assert read_foreign(read_folder(folder), facts(source)).shape.capture_layers == (1, 3, 6)
     table = load_file(tmp_path / "speculators/model.safetensors")["embed_tokens.weight"]
     assert torch.equal(table, target_of(**own).embedding_table)
+    with pytest.raises(UserError, match="is not the table that the drafter was trained with"):
+        target_embeddings(source.target | {"embedding_digest": "another"})
     # A vision-language model's parameters have another prefix when they are loaded than in a file.
     layout = source.target["layout"] | {"embeddings": "model.language_model.embed_tokens.weight"}
     assert torch.equal(table, target_embeddings(source.target | {"layout": layout}))
@@ -225,78 +184,48 @@ def test_an_export_makes_up_for_the_target_s_scaled_embeddings(name: str, able: 
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
 
 
-Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
-
-
-def keys(**changed: Any) -> Change:
-    """Sets keys of config.json."""
-    return lambda config, tensors: config.update(changed)
-
-
-def inner(section: str, **changed: Any) -> Change:
-    """Sets keys of one of its sections."""
-    return lambda config, tensors: config[section].update(changed)
-
-
-def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    return lambda config, tensors: tensors.update({name: change(tensors[name])})
-
-
+# `test_import` has what the reader refuses in every foreign folder; these read well, as another drafter.
+KEYS: list[tuple[str, dict[str, Any], str]] = [
+    ("sglang", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": 1e6}, "rope_parameters"),
+    ("sglang", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
+    ("sglang", {"norm_output": True}, "norm_output"),
+    ("sglang", {"eagle_config": EAGLE_CONFIG | {"norm_before_fc": True}}, "norm_before_fc"),
+    ("sglang", {STATES: [2, 3, 6]}, "name different states"),
+    ("sglang", {STATES: [2, 3, 6], "eagle_config": EAGLE_CONFIG | {STATES: [1, 2, 5]}}, "capture_layers"),
+    ("sglang", {"hidden_act": "gelu"}, "hidden_act"),
+    # What our own reader forgives, and vLLM does not.
+    ("vllm", {"model_type": "qwen2"}, "model_type"),
+    ("vllm", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ("vllm", {"dtype": "bfloat16"}, "dtype is 'bfloat16'"),
+    ("vllm", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ("vllm", {"architectures": ["LlamaForCausalLM"]}, "architectures"),
+]
 Q = "midlayer.self_attn.q_proj.weight"
-IDS = "eagle_aux_hidden_state_layer_ids"
-# `test_import.HOSTILE` has what the reader refuses in every foreign folder; these read well, as another drafter.
-MUTATIONS: dict[str, tuple[Change, str]] = {
-    "a lost tensor": (lambda config, tensors: tensors.pop("norm.weight"), "norm.weight is missing"),
-    "a renamed one": (
-        lambda config, tensors: tensors.update({"midlayer.norm.weight": tensors.pop("midlayer.hidden_norm.weight")}),
-        "midlayer.norm.weight has no place",
-    ),
-    "other weights": (tensor(Q, lambda weight: weight + 0.01), "logits up to"),
-    "swapped norms": (
-        lambda config, tensors: tensors.update(
-            {f"midlayer.{a}.weight": tensors[f"midlayer.{b}.weight"] for a, b in (NORMS[:2], NORMS[1::-1])}
-        ),
-        "logits up to",
-    ),
-    "ids for offsets": (tensor("d2t", lambda d2t: d2t + torch.arange(len(d2t))), "d2t must hold|another draft vocab"),
-    "no d2t": (lambda config, tensors: tensors.pop("d2t"), "there is no d2t"),
-    "another rope base": (
-        lambda config, tensors: config["rope_parameters"].update(rope_theta=1e6) or config.update(rope_theta=1e6),
-        "rope_parameters",
-    ),
-    "another epsilon": (keys(rms_norm_eps=1e-5), "rms_norm_eps"),
-    "an output norm": (keys(norm_output=True), "norm_output"),
-    "a norm before fc": (inner("eagle_config", norm_before_fc=True), "norm_before_fc"),
-    "a shifted state": (keys(**{IDS: [2, 3, 6]}), "name different states"),
-    "shifted states": (
-        lambda config, tensors: config.update({IDS: [2, 3, 6]}) or config["eagle_config"].update({IDS: [1, 2, 5]}),
-        "capture_layers",
-    ),
-    "another activation": (keys(hidden_act="gelu"), "hidden_act"),
-}
-# What our own reader forgives, and vLLM does not.
-OF_VLLM: dict[str, tuple[Change, str]] = {
-    "another family": (keys(model_type="qwen2"), "model_type"),
-    "a quantisation": (keys(quantization_config={"quant_method": "fp8"}), "quantization_config"),
-    "another precision": (keys(dtype="bfloat16"), "dtype is 'bfloat16'"),
-    "a tied head": (keys(tie_word_embeddings=True), "tie_word_embeddings"),
-    "another architecture": (keys(architectures=["LlamaForCausalLM"]), "architectures"),
-    "a bias of o_proj": (
-        lambda config, tensors: tensors.update({"midlayer.self_attn.o_proj.bias": torch.zeros(32)}),
-        "o_proj.bias is unknown",
-    ),
-}
+ONE, OTHER = "midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight"
+Tensors = dict[str, torch.Tensor]
+TENSORS: list[tuple[str, Callable[[Tensors], Tensors], str]] = [
+    ("sglang", lambda t: {name: t[name] for name in t if name != "norm.weight"}, "norm.weight is missing"),
+    ("sglang", lambda t: t | {"midlayer.norm.weight": t[ONE].clone()}, "midlayer.norm.weight has no place"),
+    ("sglang", lambda t: t | {Q: t[Q] + 0.01}, "logits up to"),
+    ("sglang", lambda t: t | {ONE: t[OTHER], OTHER: t[ONE]}, "logits up to"),
+    ("sglang", lambda t: t | {"d2t": t["d2t"] + torch.arange(len(t["d2t"]))}, "d2t must hold|another draft vocab"),
+    ("sglang", lambda t: {name: t[name] for name in t if name != "d2t"}, "there is no d2t"),
+    ("vllm", lambda t: t | {"midlayer.self_attn.o_proj.bias": torch.zeros(32)}, "o_proj.bias is unknown"),
+]
 
 
-@pytest.mark.parametrize(
-    ("mutation", "engine"), [*((each, "sglang") for each in MUTATIONS), *((each, "vllm") for each in OF_VLLM)]
-)
-def test_a_folder_of_another_drafter_is_refused(mutation: str, engine: str, home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engine", "change", "named"), [*KEYS, *TENSORS])
+def test_a_folder_of_another_drafter_is_refused(
+    engine: str, change: dict[str, Any] | Callable[[Tensors], Tensors], named: str, home: Path, tmp_path: Path
+) -> None:
     source, out = source_of("eagle3", home), home / f"mutated-{engine}"
-    change, named = (MUTATIONS | OF_VLLM)[mutation]
     if not out.exists():
         export(source, ENGINES[engine], out, None, {})
     config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
-    change(config, tensors)
+    folder = tmp_path / engine
+    if isinstance(change, dict):
+        write_folder(folder, config | change, tensors)
+    else:
+        write_folder(folder, config, change(tensors))
     with pytest.raises(UserError, match=named):
-        prove(source, ENGINES[engine], write_folder(tmp_path / engine, config, tensors), None)
+        prove(source, ENGINES[engine], folder, None)

@@ -1,5 +1,6 @@
 """Foreign drafters: published ones draft here, exports come back as they were, hostile ones are refused by name."""
 
+import itertools
 import json
 import os
 import pickle
@@ -13,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config
+from draftsmith.models.checkpoint import load_drafter, read_drafter
 from draftsmith.models.drafters import drafting_of
 from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.formats.exporting import export
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.foreign import probe_head, probe_log_probs
-from draftsmith.models.formats.importing import import_drafter, is_ours, read_for
+from draftsmith.models.formats.importing import import_drafter, read_for
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection, TreeSection
@@ -36,7 +37,7 @@ from tests.export_cases import (
     trained,
     write_folder,
 )
-from tests.thinning import thinned
+from tests.thinning import a_few
 
 PROMPTS = [[11, 12, 13, 14], [21, 22, 23, 24, 25, 26]]
 
@@ -65,7 +66,12 @@ def rounds(directory: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("name", "engine"),
-    thinned(["eagle3", "eagle3, two layers", "eagle3, biases", "eagle3.1", "eagle"], ["vllm", "sglang", "speculators"]),
+    a_few(
+        itertools.product(
+            ["eagle3", "eagle3, two layers", "eagle3, biases", "eagle3.1", "eagle"], ["vllm", "sglang", "speculators"]
+        ),
+        *(("eagle3, two layers", "vllm"), ("eagle3.1", "speculators"), ("eagle", "sglang")),
+    ),
 )
 def test_an_export_comes_back_with_the_same_acceptance(name: str, engine: str, home: Path, tmp_path: Path) -> None:
     source = trained(tmp_path / "own", home / "target", drafter_named(name))
@@ -76,7 +82,7 @@ def test_an_export_comes_back_with_the_same_acceptance(name: str, engine: str, h
     assert rounds(tmp_path / "back") == rounds(tmp_path / "own")
 
 
-@pytest.mark.parametrize("name", ["eagle3, two layers", "eagle3, normed output", "eagle3.1", "eagle"])
+@pytest.mark.parametrize("name", ["eagle3, normed output", "eagle3.1", "eagle"])
 def test_an_export_comes_back_for_a_target_that_scales_its_embeddings(name: str, tmp_path: Path) -> None:
     home = save_target(tmp_path / "target", **SCALED).parent
     source = trained(tmp_path / "own", home / "target", drafter_named(name, **SCALED))
@@ -106,23 +112,6 @@ def test_published_checkpoints_draft_here(home: Path, tmp_path: Path) -> None:
         assert sum(map(len, rounds(tmp_path / directory))) >= 2
 
 
-def test_rotary_frequencies_of_older_checkpoints_are_left_out(home: Path, tmp_path: Path) -> None:
-    tensors = published_eagle3(tmp_path / "new")
-    config = json.loads((tmp_path / "new/config.json").read_text())
-    old = tensors | {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    folder = write_folder(tmp_path / "old", config, old)
-    import_drafter(read_folder(folder), TargetFiles(section(home)), tmp_path / "out")
-    assert not any("inv_freq" in name for name in load_file(tmp_path / "out/model.safetensors"))
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": dict.fromkeys(old, "model-00001-of-00001.safetensors")})
-    )
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    assert read_folder(folder).tensors.keys() == tensors.keys()
-    (folder / "model.safetensors.index.json").unlink()
-    torch.save(old, folder / "pytorch_model.bin")
-    assert read_folder(folder, allow_bin=True).tensors.keys() == tensors.keys()
-
-
 def test_draft_ids_in_any_order_keep_their_rows(home: Path, tmp_path: Path) -> None:
     tensors = published_eagle3(tmp_path / "ascending")
     config = json.loads((tmp_path / "ascending/config.json").read_text())
@@ -148,164 +137,87 @@ def test_a_sharded_checkpoint_is_read_whole(home: Path, tmp_path: Path) -> None:
     assert all(torch.equal(read.tensors[name], tensor) for name, tensor in tensors.items())
 
 
-Change = Callable[[Path, dict[str, Any], dict[str, torch.Tensor]], None]
+Tensors = dict[str, torch.Tensor]
+# Keys of config.json, and what is told.
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is"),
+    ({"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 1e6}, "which base was it trained"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "whole heads"),
+    ({"rope_scaling": {"rope_type": "banana"}}, "rope_type is 'banana'"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'; drafters here rotate by default, linear"),
+    ({"head_dim": 16.0}, "head_dim is 16.0: Input should be a valid integer"),
+    ({"num_hidden_layers": True}, "num_hidden_layers is True: Input should"),
+    ({"num_hidden_layers": 1_000_000}, "layers|tensors"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2.5, 3]}}, r"eagle_aux_hidden_state_layer_ids.1 is 2.5"),
+    ({"eagle_aux_hidden_state_layer_ids": [2, 3, 99]}, "must ascend within 0 to 6"),
+    ({"hidden_size": None}, "hidden_size is missing"),
+    ({"hidden_size": 16, "target_hidden_size": 32}, "16 wide, the target 32; only drafters as wide"),
+    ({"target_hidden_size": 48}, "states of width 48, the target's are 32"),
+    ({"mlp_bias": True}, "mlp_bias is True"),
+    ({"bias": True}, "none of its tensors is a bias"),
+    ({"vocab_size": VOCAB_SIZE + 8}, "vocab_size is 328, the target's is 320"),
+    ({"intermediate_size": -4}, "intermediate_size is -4: Input should be greater"),
+    ({"num_key_value_heads": 3}, "cannot share"),
+    ({"norm_before_residual": True}, "norm_before_residual is True"),
+    ({"hidden_act": "__import__"}, "hidden_act"),
+]
+# A tensor, what becomes of it, and what is told.
+TENSORS: list[tuple[str, Callable[[Tensors], torch.Tensor], str]] = [
+    ("fc.weight", lambda t: t["fc.weight"] * torch.nan, "numbers that are not finite"),
+    ("fc.weight", lambda t: t["fc.weight"].double() * 1e300, "numbers that are not finite"),
+    ("fc.weight", lambda t: t["fc.weight"].to(torch.float8_e4m3fn), "fc.weight is of type"),
+    ("fc.weight", lambda t: t["fc.weight"][:, :5], r"fc.weight is \[32, 5\], not \[32, 96\]"),
+    ("fc.weight", lambda t: t["fc.weight"].repeat(1, 2), "states of width 64, the target's are 32 wide"),
+    ("t2d", lambda t: t["t2d"].float(), "t2d is of type torch.float32, not torch.bool"),
+    ("t2d", lambda t: ~t["t2d"], "t2d marks other target tokens"),
+    ("d2t", lambda t: t["d2t"].float(), "d2t is of type torch.float32"),
+    ("d2t", lambda t: t["d2t"] + VOCAB_SIZE, "d2t must hold offsets"),
+    ("d2t", lambda t: torch.cat((t["d2t"][:1], t["d2t"][:1] - 1, t["d2t"][2:])), "target_ids must ascend"),
+    ("midlayer.self_attn.o_proj.bias", lambda t: torch.ones(32), "o_proj.bias has no place in eagle3"),
+    ("extra", lambda t: t["fc.weight"].clone(), "extra has no place in eagle3"),
+    ("embed_tokens.weight", lambda t: torch.randn(VOCAB_SIZE, 32), "not the target's table"),
+]
+# A file in the place of one of the folder's, and what is told.
+FILES: list[tuple[str, bytes, str]] = [
+    ("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}", "not a whole safetensors file: .*header"),
+    ("model.safetensors", b"PK\x03\x04" * 9, "not a whole safetensors file"),
+    ("config.json", b" " * (1 << 25), "no drafter's is that large"),
+    ("config.json", b"[]", "not an object"),
+    ("config.json", b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+]
 
 
-def of_file(name: str, content: bytes) -> Change:
-    def change(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        (folder / name).write_bytes(content)
-
-    return change
+def of_index(places: Any) -> Callable[[Path], object]:
+    return lambda weights: weights.with_suffix(".safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
-def of_index(places: Any) -> Change:
-    """In the place of the weights."""
-
-    def change(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-
-    return change
-
-
-def of_config(**keys: Any) -> Change:
-    return lambda folder, config, tensors: write_folder(folder, config | keys, tensors) and None
+# In the place of the weights: what is made of their path, and what is told.
+WEIGHTS: list[tuple[Callable[[Path], object], str]] = [
+    (of_index({"fc.weight": "../outside.safetensors"}), "plain names in its folder"),
+    (of_index({"fc.weight": "gone.safetensors"}), "gone.safetensors, which is missing"),
+    (of_index([]), "no weight_map"),
+    (lambda weights: weights.symlink_to(weights.parents[1] / "outside"), "a link that leads out of the folder"),
+    (os.mkfifo, "not a regular file"),
+]
 
 
-def of_tensors(**given: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> Change:
-    def change(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        new = {name.replace("__", "."): make(tensors) for name, make in given.items()}
-        write_folder(folder, config, tensors | new)
-
-    return change
-
-
-HOSTILE: dict[str, tuple[Change, str]] = {
-    "a path out of the folder": (of_index({"fc.weight": "../outside.safetensors"}), "plain names in its folder"),
-    "a link out of the folder": (
-        lambda folder, config, tensors: (
-            (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
-            and (folder / "model.safetensors").symlink_to(folder.parent / "outside.safetensors")
-        ),
-        "a link that leads out of the folder",
-    ),
-    "an index of a missing file": (of_index({"fc.weight": "gone.safetensors"}), "gone.safetensors, which is missing"),
-    "an index of a missing tensor": (
-        lambda folder, config, tensors: (
-            save_file(tensors, folder / "shard.safetensors")
-            or of_index(dict.fromkeys([*tensors, "gone"], "shard.safetensors"))(folder, config, tensors)
-        ),
-        "names 'gone', which shard.safetensors does not hold",
-    ),
-    "an index that is none": (of_index([]), "no weight_map"),
-    "a header of an exabyte": (
-        of_file("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}"),
-        "not a whole safetensors file: .*header",
-    ),
-    "no safetensors": (of_file("model.safetensors", b"PK\x03\x04" * 9), "not a whole safetensors file"),
-    "a config of a gigabyte": (of_file("config.json", b" " * (1 << 25)), "no drafter's is that large"),
-    "a config that is a list": (of_file("config.json", b"[]"), "not an object"),
-    "a deep config": (of_file("config.json", b"[" * 5000 + b"]" * 5000), "nested too deeply"),
-    "a NaN": (
-        of_tensors(fc__weight=lambda t: t["fc.weight"] * torch.nan),
-        "fc.weight holds numbers that are not finite",
-    ),
-    "a number beyond float32": (
-        of_tensors(fc__weight=lambda t: t["fc.weight"].double() * 1e300),
-        "fc.weight holds numbers that are not finite",
-    ),
-    **{
-        f"weights of {dtype}": (
-            of_tensors(fc__weight=lambda t, dtype=dtype: t["fc.weight"].to(dtype)),  # type: ignore[misc]
-            "fc.weight is of type",
-        )
-        for dtype in (torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64)
-    },
-    "a t2d of numbers": (of_tensors(t2d=lambda t: t["t2d"].float()), "t2d is of type torch.float32, not torch.bool"),
-    "a pipe for weights": (
-        lambda folder, config, tensors: (
-            (folder / "model.safetensors").unlink() or os.mkfifo(folder / "model.safetensors")
-        ),
-        "not a regular file",
-    ),
-    "two scalings": (
-        of_config(rope_parameters={"rope_theta": 1e4}, rope_scaling={"type": "linear", "factor": 2.0}),
-        "rope_scaling is",
-    ),
-    "two rope bases": (of_config(rope_parameters={"rope_theta": 1e4}, rope_theta=1e6), "which base was it trained"),
-    "a whole number with a point": (of_config(head_dim=16.0), "head_dim is 16.0: Input should be a valid integer"),
-    "true for a number": (of_config(num_hidden_layers=True), "num_hidden_layers is True: Input should"),
-    "text for a number": (of_config(hidden_size="32"), "hidden_size is '32': Input should"),
-    "a state with a point": (
-        of_config(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2.5, 3]}),
-        r"eagle_config.eagle_aux_hidden_state_layer_ids.1 is 2.5",
-    ),
-    "no size": (of_config(hidden_size=None), "hidden_size is missing"),
-    "a bias in the MLP": (of_config(mlp_bias=True), "mlp_bias is True; drafters here know False alone"),
-    "a bias that is not there": (of_config(bias=True), "none of its tensors is a bias"),
-    "a wrong shape": (
-        of_tensors(fc__weight=lambda t: t["fc.weight"][:, :5]),
-        r"fc.weight is \[32, 5\], not \[32, 96\]",
-    ),
-    "a bias of o_proj": (
-        of_tensors(midlayer__self_attn__o_proj__bias=lambda t: torch.ones(32)),
-        "o_proj.bias has no place in eagle3",
-    ),
-    "a tensor too many": (of_tensors(extra=lambda t: t["fc.weight"].clone()), "extra has no place in eagle3"),
-    "ids beyond the vocabulary": (of_tensors(d2t=lambda t: t["d2t"] + VOCAB_SIZE), "d2t must hold offsets"),
-    "one target token twice": (
-        of_tensors(d2t=lambda t: torch.cat((t["d2t"][:1], t["d2t"][:1] - 1, t["d2t"][2:]))),
-        "different tokens; target_ids must ascend",
-    ),
-    "another t2d": (of_tensors(t2d=lambda t: ~t["t2d"]), "t2d marks other target tokens"),
-    "a fractional d2t": (
-        of_tensors(d2t=lambda t: t["d2t"].float()),
-        "d2t is of type torch.float32, not torch.int64 or torch.int32",
-    ),
-    "its own embeddings": (
-        of_tensors(embed_tokens__weight=lambda t: torch.randn(VOCAB_SIZE, 32)),
-        "not the target's table",
-    ),
-    "another target's width": (
-        of_tensors(fc__weight=lambda t: t["fc.weight"].repeat(1, 2)),
-        "reads states of width 64, the target's are 32 wide; name the target that it was trained for",
-    ),
-    "another target's width, by its config": (
-        of_config(target_hidden_size=48),
-        "states of width 48, the target's are 32",
-    ),
-    "a narrower drafter": (
-        of_config(hidden_size=16, target_hidden_size=32),
-        "the drafter is 16 wide, the target 32; only drafters as wide as their target",
-    ),
-    "another vocabulary": (of_config(vocab_size=VOCAB_SIZE + 8), "vocab_size is 328, the target's is 320"),
-    "a huge layer count": (of_config(num_hidden_layers=1_000_000), "layers|tensors"),
-    "a negative size": (of_config(intermediate_size=-4), "intermediate_size is -4: Input should be greater"),
-    "heads that do not divide": (of_config(num_key_value_heads=3), "cannot share"),
-    "another residual": (of_config(norm_before_residual=True), "norm_before_residual is True"),
-    "a strange activation": (of_config(hidden_act="__import__"), "hidden_act"),
-    "states beyond the target": (of_config(eagle_aux_hidden_state_layer_ids=[2, 3, 99]), "must ascend within 0 to 6"),
-    "a strange rotation": (of_config(rope_scaling={"rope_type": "banana"}), "rope_type is 'banana'"),
-    "a rotation that changes": (
-        of_config(rope_scaling={"type": "dynamic", "factor": 2.0}),
-        "'dynamic'; drafters here rotate by default, linear, llama3, yarn, the same at every length",
-    ),
-    "half a rotation": (
-        of_config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
-        "whole heads",
-    ),
-    "half a rotation, above": (of_config(partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
-}
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_or_damaged_checkpoint_is_refused_by_name(kind: str, home: Path, tmp_path: Path) -> None:
-    tensors = published_eagle3(tmp_path / "hostile")
-    config = json.loads((tmp_path / "hostile/config.json").read_text())
-    change, named = HOSTILE[kind]
-    change(tmp_path / "hostile", config, dict(tensors))
+@pytest.mark.parametrize("number", range(sum(map(len, (CONFIGS, TENSORS, FILES, WEIGHTS)))))
+def test_a_hostile_or_damaged_checkpoint_is_refused_by_name(number: int, home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hostile"
+    tensors, config = published_eagle3(folder), json.loads((folder / "config.json").read_text())
+    case: Any = [*CONFIGS, *TENSORS, *FILES, *WEIGHTS][number]
+    match case:
+        case dict() as keys, named:
+            write_folder(folder, config | keys, tensors)
+        case str() as name, bytes() as content, named:
+            (folder / name).write_bytes(content)
+        case str() as name, change, named:
+            write_folder(folder, config, tensors | {name: change(tensors)})
+        case make, named:
+            (folder / "model.safetensors").rename(tmp_path / "outside")
+            make(folder / "model.safetensors")
     with pytest.raises(UserError, match=named):
-        import_drafter(read_folder(tmp_path / "hostile"), TargetFiles(section(home)), tmp_path / "out")
+        import_drafter(read_folder(folder), TargetFiles(section(home)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -330,10 +242,3 @@ def test_a_pickle_is_read_only_on_request_and_runs_nothing(
         with pytest.raises(UserError, match=r"weights_only reader refuses it|not a table of tensors"):
             read_folder(tmp_path / "bin", allow_bin=True)
     assert not (tmp_path / "exploded").exists()
-
-
-def test_our_own_reader_says_how_a_foreign_folder_is_read(tmp_path: Path) -> None:
-    published_eagle3(tmp_path / "theirs")
-    assert not is_ours(tmp_path / "theirs")
-    with pytest.raises(UserError, match="draftsmith import-drafter"):
-        read_drafter_config(tmp_path / "theirs")

@@ -20,25 +20,13 @@ from tests.test_processes import Place, check_same
 from tests.training_runs import fresh_accelerator
 
 # What accelerate's questions lead to; what answers they take is `deepspeed_config`.
-CONFIG = {
-    "compute_environment": "LOCAL_MACHINE",
-    "debug": False,
-    "distributed_type": "DEEPSPEED",
-    "downcast_bf16": "no",
-    "machine_rank": 0,
-    "main_training_function": "main",
-    "num_machines": 1,
-    "num_processes": 2,
-    "rdzv_backend": "static",
-    "same_network": True,
-    "use_cpu": False,
-}
-ANSWERS = {
-    "gradient_clipping": 0.5,
-    "offload_optimizer_device": "none",
-    "offload_param_device": "none",
-    "zero3_init_flag": False,
-}
+CONFIG = """
+{compute_environment: LOCAL_MACHINE, debug: false, distributed_type: DEEPSPEED, downcast_bf16: "no", machine_rank: 0,
+ main_training_function: main, num_machines: 1, num_processes: 2, rdzv_backend: static, same_network: true,
+ use_cpu: false}
+"""
+ANSWERS = {"gradient_clipping": 0.5, "offload_optimizer_device": "none", "offload_param_device": "none"}
+ANSWERS |= {"zero3_init_flag": False}
 
 
 # A module's objects are destroyed in the interpreter's finalization.
@@ -63,25 +51,23 @@ run(main, many_processes=True)
 
 
 @pytest.mark.parametrize(
-    ("end", "status"), [("", 0), ("raise UserError('no')", 2), ("1 / 0", 1), ("raise SystemExit(7)", 7)]
+    ("end", "status"),
+    [("", 0), ("raise UserError('no')", 2), ("1 / 0", 1), ("raise SystemExit(7)", 7), ("raise SystemExit('no')", 1)],
 )
-@pytest.mark.parametrize("processes", [1, 2])
-def test_one_of_several_processes_ends_before_finalization(processes: int, end: str, status: int) -> None:
+def test_one_of_several_processes_ends_before_finalization(end: str, status: int) -> None:
     """Worker threads of process groups abort a process that is being finalized, now and then."""
     script = LEAVING.format(end=end)
-    env = os.environ | {"WORLD_SIZE": str(processes), "RANK": "0"}
+    env = os.environ | {"WORLD_SIZE": "2", "RANK": "0"}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == status
-    finalized = "finalized\n" * (processes == 1)
-    assert done.stdout == f"the last worda handler of a library\n{finalized}"
-    assert ("ZeroDivisionError" in done.stderr) == (status == 1)
+    assert (done.returncode, done.stdout) == (status, "the last worda handler of a library\n")
+    assert ("ZeroDivisionError" in done.stderr) == (end == "1 / 0")
 
 
 def launched_by(folder: Path, deepspeed: dict[str, Any]) -> list[str]:
     """accelerate, told by a config file of these words on DeepSpeed."""
     path = folder / "accelerate.yaml"
     precision = {} if "deepspeed_config_file" in deepspeed else {"mixed_precision": "no"}  # such a file says it
-    path.write_text(yaml.safe_dump(CONFIG | precision | {"deepspeed_config": deepspeed}))
+    path.write_text(yaml.safe_dump(yaml.safe_load(CONFIG) | precision | {"deepspeed_config": deepspeed}))
     return ["-m", "accelerate.commands.launch", "--config_file", str(path)]
 
 
@@ -110,13 +96,6 @@ def test_the_launchers_stage_is_followed(place: Place, of_one: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_the_recipes_stage_is_taken_where_the_launcher_was_given_none(place: Place, of_one: Path) -> None:
-    """accelerate's own default is 2, which would be refused beside the recipe's 3."""
-    launcher = ["-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2"]
-    check_same(place.run("eagle3", "stage-of-recipe", 2, "train.zero_stage=3", launcher=launcher), of_one)
-
-
-@pytest.mark.slow
 def test_a_deepspeed_config_of_ones_own_is_followed(place: Place, of_one: Path, tmp_path: Path) -> None:
     """Stage 3 with the target shared out beside it; what the recipe decides is auto, or left out."""
     config = {
@@ -130,23 +109,6 @@ def test_a_deepspeed_config_of_ones_own_is_followed(place: Place, of_one: Path, 
     check_same(place.run("eagle3", "stage3", 2, "train.shard_target=true", launcher=launcher), of_one)
 
 
-@pytest.mark.slow
-def test_a_config_that_trains_otherwise_is_refused_at_once(place: Place, tmp_path: Path) -> None:
-    config = {
-        "zero_optimization": {"stage": 2},
-        "gradient_accumulation_steps": 8,
-        "fp16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
-    }
-    with pytest.raises(AssertionError) as failure:
-        place.run("eagle3", "refused", 2, launcher=launched_by(tmp_path, in_a_file(tmp_path, config)))
-    said = str(failure.value)
-    assert "DeepSpeed's fp16.enabled: drafters train in float32" in said
-    assert "DeepSpeed's gradient_accumulation_steps is 8, the recipe's is 2: set it to auto" in said
-    assert "DeepSpeed's optimizer: the recipe's train section decides it; leave it out" in said
-    assert not (place.folder / "eagle3-refused/metrics.jsonl").exists()
-
-
 STARTS = """
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.command.launch import check_all_started
@@ -158,9 +120,7 @@ run(lambda: [check_all_started(), print("it starts")] and None, many_processes=T
 @pytest.mark.parametrize(
     ("options", "environment", "starts"),
     [
-        (["--cpu", "--num_processes", "2"], {}, 0),
         (["--num_processes", "2"], {}, 0),
-        (["--num_processes", "1"], {}, 1),
         (["--num_processes", "1"], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, 1),  # a cluster's, not its own
         (["--multi_gpu", "--num_processes", "2"], {}, 2),
     ],
@@ -216,31 +176,27 @@ def problems_of(config: dict[str, Any], **recipe: Any) -> list[str]:
 
 
 def test_configs_that_train_as_the_recipe_says_are_taken() -> None:
-    assert problems_of({}) == []
-    assert (
-        problems_of({"gradient_accumulation_steps": "auto", "train_batch_size": "auto", "fp16": {"enabled": "auto"}})
-        == []
-    )
+    assert problems_of({"train_batch_size": "auto", "fp16": {"enabled": "auto"}}) == []
     same = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
     assert problems_of(same, zero_stage=2) == []
     assert problems_of({"bf16": {"enabled": False}, "zero_optimization": {"stage": 3}}) == []
 
 
 @pytest.mark.parametrize(
-    ("config", "recipe", "said"),
+    ("config", "recipe", "named"),
     [
-        ({"bf16": {"enabled": True}}, {}, "DeepSpeed's bf16.enabled: "),
-        ({"gradient_accumulation_steps": 1}, {}, "DeepSpeed's gradient_accumulation_steps is 1, the recipe's is 2"),
-        ({"gradient_clipping": 1.0}, {}, "DeepSpeed's gradient_clipping is 1.0, the recipe's is 0.5"),
-        ({"gradient_clipping": 0.5}, {"clip": "value"}, "DeepSpeed's gradient_clipping is 0.5, the recipe's is 0.0"),
-        ({"train_micro_batch_size_per_gpu": 1}, {}, "DeepSpeed's train_micro_batch_size_per_gpu is 1, the recipe's"),
-        ({"train_batch_size": 64}, {}, "DeepSpeed's train_batch_size is 64, the recipe's is 8"),
-        ({"scheduler": {"type": "WarmupLR"}}, {}, "DeepSpeed's scheduler: the recipe's train section decides it"),
-        ({}, {"zero_stage": 3}, "train.zero_stage is 3, accelerate was given 2"),
-        ({"zero_optimization": {"stage": 0}}, {}, "accelerate's config asks for DeepSpeed without ZeRO (stage 0)"),
-        ({}, {"offload_optimizer": True}, "train.offload_optimizer is true, accelerate was given none"),
+        ({"bf16": {"enabled": True}}, {}, "DeepSpeed's bf16.enabled"),
+        ({"fp16": {"enabled": True}}, {}, "DeepSpeed's fp16.enabled"),
+        ({"gradient_accumulation_steps": 1}, {}, "DeepSpeed's gradient_accumulation_steps is 1"),
+        ({"gradient_clipping": 1.0}, {}, "DeepSpeed's gradient_clipping is 1.0"),
+        ({"gradient_clipping": 0.5}, {"clip": "value"}, "DeepSpeed's gradient_clipping is 0.5"),
+        ({"train_batch_size": 64}, {}, "DeepSpeed's train_batch_size is 64"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, {}, "DeepSpeed's optimizer"),
+        ({}, {"zero_stage": 3}, "train.zero_stage is 3"),
+        ({"zero_optimization": {"stage": 0}}, {}, "accelerate's config asks for DeepSpeed without ZeRO"),
+        ({}, {"offload_optimizer": True}, "train.offload_optimizer is true"),
     ],
 )
-def test_a_config_that_trains_otherwise_is_refused(config: dict[str, Any], recipe: dict[str, Any], said: str) -> None:
+def test_a_config_that_trains_otherwise_is_refused(config: dict[str, Any], recipe: dict[str, Any], named: str) -> None:
     [problem] = problems_of(config, **recipe)
-    assert problem.startswith(said)
+    assert problem.startswith(named)

@@ -6,15 +6,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.models.alignment import Columns, Documents, Run, columns_of, runs_of_documents
 from draftsmith.train.attention import kernels as attention_kernels
 from draftsmith.train.attention.kernels import BLOCKS, FLASH_CPU, Kernel, is_right, kernel_for
 from draftsmith.train.attention.merged import merged_attention
 from tests.thinning import pairwise
-from tools.bench.train_step import flop_formulas, package_backward_flops, package_forward_flops
 
 CPU = torch.device("cpu")
 KERNELS = [BLOCKS, FLASH_CPU]
@@ -169,26 +166,12 @@ def test_a_kernel_that_is_missing_or_wrong_is_not_taken(monkeypatch: pytest.Monk
     )
 
 
-def test_the_next_kernel_is_taken_where_the_preferred_one_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Kernel("wrong", lambda q, k, v, causal: BLOCKS.forward(q, k.roll(1, 2), v, causal), BLOCKS.backward)
-    monkeypatch.setattr(attention_kernels, "candidates", lambda _: [wrong, FLASH_CPU])
-    kernel_for.cache_clear()
-    assert kernel_for(CPU, torch.float32, 4, 2, 16) is FLASH_CPU
-    monkeypatch.setattr(attention_kernels, "candidates", lambda _: [wrong, wrong])
-    kernel_for.cache_clear()
-    words = "plain blocks (wrong and wrong failed their trial with float32, 4 heads over 2, each of 16)"
-    assert kernel_for(CPU, torch.float32, 4, 2, 16).name == words
-    kernel_for.cache_clear()
-
-
 def test_flash_attn_is_called_as_its_interface_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads its second dimension but one, gradients in tensors that the caller brings; arguments of version 2.7 on."""
 
     def forward(q, k, v, dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, return_softmax):
         assert (dropout_p, left, right, softcap, alibi_slopes, return_softmax) == (0.0, -1, -1, 0.0, None, False)
         assert softmax_scale == q.shape[3] ** -0.5 and q.shape[:3] == (1, 37, 4) and k.shape[2] == v.shape[2] == 2
-        counted = package_forward_flops(q.shape, k.shape, v.shape, 0.0, softmax_scale, causal, -1)
-        assert counted == 2 * (1 if causal else 2) * 4 * 37 * k.shape[1] * 16
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         out, lse = BLOCKS.forward(q, k, v, causal)
         return out.transpose(1, 2), lse, None, None
@@ -197,9 +180,6 @@ def test_flash_attn_is_called_as_its_interface_has_it(monkeypatch: pytest.Monkey
         dout, q, k, v, out, lse, dq, dk, dv, dropout_p, scale, causal, left, right, softcap, slopes, deterministic
     ):
         assert (dropout_p, left, right, softcap, slopes, deterministic) == (0.0, -1, -1, 0.0, None, False)
-        shapes = [each.shape for each in (dout, q, k, v, out, lse, dq, dk, dv)]
-        counted = package_backward_flops(*shapes, 0.0, scale, causal, -1)
-        assert counted == 4 * (1 if causal else 2) * 4 * 37 * k.shape[1] * 16
         dout, q, k, v, out = (each.transpose(1, 2) for each in (dout, q, k, v, out))
         for mine, its in zip((dq, dk, dv), BLOCKS.backward(dout, q, k, v, out, lse, causal), strict=True):
             mine.copy_(its.transpose(1, 2))
@@ -236,22 +216,6 @@ def test_autocast_does_not_round_scores(kernel: Kernel) -> None:
             "rounded", lambda q, k, v, causal: BLOCKS.forward(q, k.bfloat16().float(), v, causal), kernel.backward
         )
         assert is_right(kernel, CPU, torch.float32, 4, 2, 16) and not is_right(rounded, CPU, torch.float32, 4, 2, 16)
-
-
-def test_operations_of_a_gpu_s_kernels_are_counted_causally() -> None:
-    """By tensors without numbers. Causal: half of a square's."""
-    kernel, options = attention_kernels.FLASH_CUDA, {"device": "cuda", "dtype": torch.bfloat16}
-    with FakeTensorMode():
-        query, keys = torch.empty(1, 8, 64, 32, **options), torch.empty(1, 2, 64, 32, **options)
-        lse = torch.empty(1, 8, 64, device="cuda")
-        for causal, products in ((True, 1), (False, 2)):
-            for times, call in (
-                (2, lambda c=causal: kernel.forward(query, keys, keys, c)),
-                (4, lambda c=causal: kernel.backward(query, query, keys, keys, query, lse, c)),
-            ):
-                with FlopCounterMode(display=False, custom_mapping=dict(flop_formulas())) as counter:
-                    call()
-                assert counter.get_total_flops() == times * products * 8 * 64 * 64 * 32
 
 
 def test_keys_that_are_copied_for_each_head_are_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:

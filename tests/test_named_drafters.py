@@ -22,10 +22,9 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from tests.compare_cases import save_untrained
 from tests.export_cases import CUT, published_eagle3
+from tests.hub_cases import FakeHub, files_of, refused
 from tests.hub_cases import checkpoint as checkpoint
 from tests.hub_cases import hub as hub
-from tests.hub_server import Fault, HubServer
-from tests.training_runs import no_dry_run as no_dry_run
 from tests.training_runs import recipe_path as recipe_path
 from tests.training_runs import run_main, train
 
@@ -49,30 +48,23 @@ def place(tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return tmp_path
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-
-
 def measured(place: Path, drafter: str, plan: bool = False) -> str | None:
     return with_measured_drafters(load_recipe("measure.yaml", [f"eval.drafter={drafter}"]), plan).eval.drafter
 
 
+@pytest.mark.slow
 def test_a_foreign_folder_is_measured_as_its_import(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = load_recipe("measure.yaml")
-    import_drafter(read_folder(place / "foreign"), TargetFiles(recipe.target), place / "by-hand")
+    import_drafter(read_folder(place / "foreign"), TargetFiles(load_recipe("measure.yaml").target), place / "by-hand")
+    run_main(acceptance, "measure.yaml", "eval.drafter=foreign", "--plan")
+    assert not (place / "run/imported").exists() and "[yet to be imported]" in capsys.readouterr().out
     numbers = []
     for name in ("by-hand", "foreign"):
-        run_main(acceptance, "measure.yaml", f"eval.drafter={name}", "--plan")
-        assert not (place / "run/imported").exists()
         run_main(acceptance, "measure.yaml", f"eval.drafter={name}")
         report = json.loads((place / "run/eval/acceptance.json").read_text())
         numbers.append([report[key] for key in ("tau", "rounds", "new_tokens", "matches_target")])
     assert numbers[0] == numbers[1] and numbers[0][-1] is True
     [imported] = (place / "run/imported").glob("foreign-*")
     assert report["drafter"] == str(imported.relative_to(place)) and "drafter" in report["made"]["data"]
-    said = capsys.readouterr().out
-    assert "foreign eagle3: the run would import it into run/imported/foreign-" in said
-    assert f"reads          {imported.relative_to(place)}  [yet to be imported]" in said
 
 
 def test_an_import_is_made_once_for_each_content_and_target(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,43 +76,41 @@ def test_an_import_is_made_once_for_each_content_and_target(place: Path, monkeyp
     (place / "foreign/config.json").write_text(json.dumps(changed))
     second = measured(place, "foreign")
     assert second != first and read_drafter_config(Path(str(second)))[0].rms_norm_eps == 1e-4
-    recipe = load_recipe("measure.yaml", ["eval.drafter=foreign", "target.dtype=bfloat16"])
-    assert with_measured_drafters(recipe, plan=True).eval.drafter not in (first, second)
+    for other in ("target.dtype=bfloat16", "target.revision=v2"):
+        recipe = load_recipe("measure.yaml", ["eval.drafter=foreign", other])
+        assert with_measured_drafters(recipe, plan=True).eval.drafter not in (first, second)
 
 
-def test_names_on_the_hub(hub: HubServer, place: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hub.add_repo("me/ours", files(checkpoint))
-    foreign = hub.add_repo("me/foreign", files(place / "foreign"))
-    commit = foreign.commits()[-1].oid
+def test_names_on_the_hub(hub: FakeHub, place: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.add_repo("me/ours", files_of(checkpoint))
+    foreign = hub.add_repo("me/foreign", files_of(place / "foreign"))
+    commit = foreign.oid()
     foreign.commit("another", {"config.json": b"{}"})
     name = f"me/foreign@{commit}"
     for each in ("me/ours", name):
         run_main(acceptance, "measure.yaml", f"eval.drafter={each}", "--plan")
-        said = capsys.readouterr().out
-        assert f"{each!r} is no folder in {place}: the run would fetch it" in said
-        assert f"run/imported/{re.sub('[/@]', '--', each)}  [yet to be imported]" in said
-    assert hub.counted("GET", "") == 0 and not (place / "run").exists()
-    assert files(Path(str(measured(place, "me/ours")))) == files(checkpoint)  # in the Hub's cache: nothing to import
+        assert f"run/imported/{re.sub('[/@]', '--', each)}  [yet to be imported]" in capsys.readouterr().out
+    assert hub.asked == 0 and not (place / "run").exists()
+    assert files_of(Path(str(measured(place, "me/ours")))) == files_of(
+        checkpoint
+    )  # in the Hub's cache: nothing to import
     imported = Path(str(measured(place, name)))
     assert imported.parent == Path("run/imported") and imported.name.startswith(f"me--foreign--{commit}-")
-    recipe = load_recipe("measure.yaml")
-    import_drafter(read_folder(place / "foreign"), TargetFiles(recipe.target), place / "by-hand")
-    one, other = (load_file(folder / "model.safetensors") for folder in (imported, place / "by-hand"))
-    assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-    before = hub.counted("GET", "")
-    assert measured(place, name, plan=True) == str(imported) and hub.counted("GET", "") == before  # from the cache
-    rivals = json.dumps([{"name": "theirs", "drafter": name}, {"name": "copy", "proposer": "prompt_lookup"}])
-    rivals = rivals.replace('"prompt_lookup"', '"prompt_lookup", "tree": {"policy": "chain", "nodes": 4}')
-    also = with_measured_drafters(load_recipe("measure.yaml", [f"eval.also={rivals}"]), plan=False).eval.also
-    assert [section.drafter for section in also] == [str(imported), None]
+    tensors = load_file(imported / "model.safetensors")
+    theirs = load_file(place / "foreign/model.safetensors")
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in tensors.items())
+    before = hub.asked
+    assert measured(place, name, plan=True) == str(imported) and hub.asked == before  # from the cache
+    rivals = json.dumps([{"name": "theirs", "drafter": name}])
+    [rival] = with_measured_drafters(load_recipe("measure.yaml", [f"eval.also={rivals}"]), plan=False).eval.also
     writing = with_writing_drafter(load_recipe("measure.yaml", [f"data.generator.drafter={name}"]), plan=False)
-    assert writing.data.generator.drafter == str(imported)
-    before = hub.counted("GET", "")
+    assert rival.drafter == writing.data.generator.drafter == str(imported)
+    before = hub.asked
     save_untrained(place / "me/ours", Path(load_recipe("measure.yaml").target.model))
-    assert measured(place, "me/ours") == "me/ours" and hub.counted("GET", "") == before  # a local folder wins
+    assert measured(place, "me/ours") == "me/ours" and hub.asked == before  # a local folder wins
 
 
-def test_what_the_hub_does_not_give_is_told_at_its_key(hub: HubServer, place: Path) -> None:
+def test_what_the_hub_does_not_give_is_told_at_its_key(hub: FakeHub, place: Path) -> None:
     hub.add_repo("me/pickle", {"config.json": b"{}", "pytorch_model.bin": b"0"})
     rivals = "eval.also=[{name: x, drafter: me/pickle}, {name: y, drafter: nowhere}]"
     with pytest.raises(UserError) as told:
@@ -128,7 +118,7 @@ def test_what_the_hub_does_not_give_is_told_at_its_key(hub: HubServer, place: Pa
     gone, pickle = told.value.problems
     assert gone.startswith(f"eval.drafter: 'me/gone' is no folder in {place}, and the Hub has no model of this name")
     assert pickle.startswith("eval.also.0.drafter: me/pickle: this repository of the Hub has no config.json with safe")
-    hub.faults.append(Fault("GET", "/api/", 503, times=9))
+    hub.refuses["model_info"] = refused(503)
     recipe = load_recipe("measure.yaml", ["drafter.init_from=me/gone"])
     with pytest.raises(UserError, match=r"^drafter.init_from: 'me/gone' is no folder .* out of order"):
         with_start(recipe, plan=False)
@@ -163,15 +153,3 @@ def test_a_foreign_drafter_is_trained_further_with_its_vocabulary(
     torch.testing.assert_close(trained["fc.weight"], tensors["fc.weight"])
     shape = read_drafter_config(run / "drafter")[0]
     assert shape.rms_norm_eps == 1e-5 and shape.draft_vocab_size == CUT  # its own; the target's is another
-
-
-@pytest.mark.usefixtures("no_dry_run")
-def test_a_plan_of_training_imports_nothing(recipe_path: Path, tmp_path: Path, hub: HubServer) -> None:
-    published_eagle3(tmp_path / "foreign")
-    for name in (str(tmp_path / "foreign"), "me/anything"):
-        words = [f"drafter.init_from={name}", "drafter.vocab_size=null", "--plan"]
-        run_main(rank_vocab, recipe_path, *words)
-        Path(recipe_path.parent / "run/draft_vocab.safetensors").unlink(missing_ok=True)
-        train(recipe_path, *words)
-    assert hub.counted("GET", "") == 0
-    assert not load_recipe(recipe_path).imported_dir.exists()

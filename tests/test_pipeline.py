@@ -85,26 +85,3 @@ def test_one_command_goes_through_all_and_finds_what_the_scripts_made(trained: P
     assert f"{run}/export/vllm: read back, logits equal" in first.stdout
     again = command("-m draftsmith.recipes.command.console run", str(trained))
     assert again.stdout.count("  done ") == 5 and "nothing is left to do" in again.stdout
-
-
-@pytest.mark.slow
-def test_a_sampled_measurement_is_reproducible_and_says_that_it_was_sampled(trained: Path) -> None:
-    out = trained.parent / "run/sampled"
-    chain = "{name: drawn chain, tree: {policy: chain, nodes: 4, draw: sampled}}"
-    settings = ["eval.temperature=1", "eval.top_p=0.95", f"eval.also=[{chain}]", f"eval.out={out}"]
-
-    def answers(*overrides: str) -> list[tuple]:
-        command("eval/acceptance.py", str(trained), *settings, *overrides)
-        records = [json.loads(line) for line in (out / "generations.jsonl").read_text().splitlines()]
-        return [
-            (r["contender"], r["conversation_id"], r["turn"], r["token_ids"], r["accepted_per_round"]) for r in records
-        ]
-
-    first = answers()
-    assert {row[0] for row in first} == {"plain decoding", "eagle3, tree of 12", "drawn chain"}
-    report = json.loads((out / "acceptance.json").read_text())
-    assert report["lossless"] is True
-    assert report["matches_target"] is None  # sampled answers share a law, not their tokens
-    assert report["temperature"] == 1
-    assert answers() == first
-    assert answers("eval.seed=1") != first

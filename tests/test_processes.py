@@ -5,8 +5,11 @@ Two real processes over gloo, on CPUs. Sums over two ranks are added in another 
 after six steps of AdamW shows in the sixth digit of a float32.
 """
 
+import contextlib
+import io
 import json
 import math
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.models.vocab import DraftVocab
 from tests.ranks import run_ranks
 from tests.thinning import a_few
-from tests.training_runs import metrics, write_conversations
+from tests.training_runs import TRAINED_BY, metrics, run_main, write_conversations
 
 # Without keep_group this hangs before the thirtieth time, mostly before the tenth, where two ranks share a core.
 PARTING = """
@@ -82,7 +85,7 @@ class Place:
         poisoned: int | None = None,
         launcher: Sequence[str] | None = None,
     ) -> Path:
-        """Four micro-batches a step, however many processes there are; returns the output folder.
+        """Four micro-batches a step, however many processes there are: one alone runs in this process.
 
         Args:
             poisoned: a token that stands in the answer of conversation c5 alone.
@@ -109,7 +112,12 @@ class Place:
         }
         path = self.folder / f"{name}-{label}.yaml"
         path.write_text(yaml.safe_dump(recipe))
-        self.said = run_ranks(processes, script, [str(path), *overrides], launcher=launcher)
+        if processes == 1 and not any(re.match(r"train\.zero_stage=[123]", each) for each in overrides):
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                run_main(TRAINED_BY[drafter.get("kind", "eagle3")], path, *overrides)
+            self.said = said.getvalue()
+        else:
+            self.said = run_ranks(processes, script, [str(path), *overrides], launcher=launcher)
         return output
 
 
@@ -209,25 +217,6 @@ def test_an_epoch_that_leaves_a_rank_without_rows_is_that_of_one_process(stage: 
     check_same(two, one, steps=3)
 
 
-@pytest.mark.slow
-def test_the_best_checkpoint_of_weights_that_are_shared_out_becomes_the_drafter(place: Place) -> None:
-    settings = ["train.keep_best=replay_tau", "train.zero_stage=3", "train.keep_checkpoints=2"]
-    output = place.run("eagle3", "best", 2, *settings)
-    assert "unknown inputs or outputs" not in place.said  # DeepSpeed's hooks find the results' tensors
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    for line in lines:
-        if line["step"] == 3:
-            line["replay_tau"] = 9.0
-    (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    place.run("eagle3", "best", 2, *settings)  # all steps are done: it saves the drafter again
-    assert "of step 3, which has the best replay_tau: 9.00" in place.said
-    drafter, saved = (
-        load_file(output / file)
-        for file in ("drafter/model.safetensors", "checkpoints/step-00000003/model.safetensors")
-    )
-    assert all(torch.equal(drafter[name.removeprefix("drafter.")], tensor) for name, tensor in saved.items())
-
-
 POISON = 317
 
 
@@ -245,7 +234,7 @@ def poisoned_place(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -
 
 @pytest.mark.parametrize(
     ("processes", "stage"),
-    a_few([(1, 0), (2, 0), (2, 2), (2, 3)]),
+    a_few([(1, 0), (2, 0), (2, 2), (2, 3)], (1, 0)),
 )
 def test_a_step_that_is_not_finite_is_skipped_and_its_row_named(
     processes: int, stage: int, poisoned_place: Place
@@ -269,9 +258,3 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_row_named(
         load_file(output / f"checkpoints/step-{step:08d}/model.safetensors") for step in (skipped, skipped + 1)
     )
     assert all(torch.equal(before[name], after[name]) for name in after)
-
-
-@pytest.mark.slow
-def test_too_many_skipped_steps_stop_the_run(poisoned_place: Place) -> None:
-    with pytest.raises(AssertionError, match=r"1 steps had .* not finite, train\.max_skipped_steps allows 0"):
-        poisoned_place.run("eagle3", "stopped", 1, "train.max_skipped_steps=0", poisoned=POISON)

@@ -1,18 +1,13 @@
 """Progress bars: silent where all is quick, bars on a terminal, single lines in a log."""
 
 import io
-import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.utils import logging as transformers_logging
 
-from draftsmith.models import target_files
 from draftsmith.recipes.command import progress
 from draftsmith.recipes.command.progress import Bar, speak_if_due
-from draftsmith.recipes.schema import TargetSection
 from tests.clock import Clock
 
 
@@ -58,11 +53,6 @@ def test_what_is_over_in_two_seconds_shows_nothing(
     assert drawn(monkeypatch, clock, terminal, 1.9) == ""
 
 
-def test_a_terminal_sees_a_bar(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    shown = drawn(monkeypatch, clock, True, 8)
-    assert shown.count("\r") > 1 and "4/8" in shown and shown.endswith("\n")
-
-
 def test_a_log_gets_one_line_a_stage_and_one_every_thirty_seconds(
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
@@ -78,50 +68,3 @@ def test_a_log_gets_one_line_a_stage_and_one_every_thirty_seconds(
 def test_a_stage_that_was_resumed_shows_the_pace_since_then(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     line = "decode: 8 prompts in 00:08, 0.5 prompts/s, tau 2.31\n"
     assert drawn(monkeypatch, clock, False, 8, initial=4) == line
-
-
-def test_of_nested_bars_the_inner_one_speaks_and_a_quick_one_never(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    screen = Screen(terminal=False)
-    monkeypatch.setattr("sys.stderr", screen)
-    with Bar(desc="train", unit="step", leave=False), Bar(desc="hidden", disable=True):
-        clock.now += 31
-        with Bar(desc="replay", unit="token", leave=False) as inner:
-            speak_if_due()
-            assert screen.getvalue() == "train: 0 steps in 00:31\n"
-            clock.now += 31
-            inner.update(62)
-            speak_if_due()
-    assert screen.getvalue().splitlines()[1:] == ["replay: 62 tokens in 00:31, 2 tokens/s"]
-    clock.now += 60
-    speak_if_due()
-    assert len(screen.getvalue().splitlines()) == 2
-
-
-def test_a_thread_speaks_while_a_unit_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen(terminal=False)
-    monkeypatch.setattr("sys.stderr", screen)
-    for name in ("SHOWN_AFTER_SECONDS", "SECONDS_BETWEEN_LINES", "SECONDS_BETWEEN_LOOKS"):
-        monkeypatch.setattr(progress, name, 0.0)
-    monkeypatch.setattr(Bar, "_thread", None)  # another one may be asleep
-    spoken = threading.Event()
-    monkeypatch.setattr(Bar, "print_line", lambda bar: spoken.set())
-    with Bar(total=1):
-        assert spoken.wait(60)
-
-
-def test_loading_weights_shows_as_our_bars_do(
-    target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made: list[dict[str, Any]] = []
-
-    class Noted(Bar):
-        def __init__(self, *args: Any, **settings: Any):
-            made.append(settings)
-            super().__init__(*args, **settings)
-
-    transformers_logging.enable_progress_bar()  # a capture in this process has switched it off
-    monkeypatch.setattr(target_files, "Bar", Noted)
-    target_files.TargetFiles(TargetSection(model=str(target_dir), device="cpu")).load_model()
-    assert [settings["desc"] for settings in made] == ["Loading weights"] and capsys.readouterr().err == ""

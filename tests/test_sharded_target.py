@@ -2,32 +2,29 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
-from draftsmith.models.costs import gigabytes
+from draftsmith.models.costs import TargetSize, shared_out
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe, TargetSection
-from draftsmith.train.run import accelerator, command
+from draftsmith.train.run import accelerator
 from draftsmith.train.run.sharded_target import check_sharding
 from tests.conftest import make_target
 from tests.ranks import run_ranks
-from tests.test_plan import plan, recipe_file
-from tests.test_processes import POISON, STEPS, Place, check_same
+from tests.test_plan import recipe_file
+from tests.test_processes import STEPS, Place, check_same
 from tests.thinning import a_few
-from tests.training_runs import metrics, write_conversations
 
 SHARDED = "train.shard_target=true"
 # Validation that leaves one of two ranks with less to do, or with nothing.
 UNEVEN = ("train.validation_conversations=3", "train.eval_replay=3")
-ONE_HAS_NOTHING = ("train.validation_conversations=1", "train.eval_replay=1", "train.packing=true")
 
 
 @pytest.mark.slow
@@ -72,12 +69,6 @@ def test_two_ranks_follow_the_trajectory_of_one(name: str, stage: int, place: Pl
 
 
 @pytest.mark.slow
-def test_a_rank_without_validation_rows_is_waited_for(place: Place) -> None:
-    one = place.run("eagle3", "one-packed", 1, *ONE_HAS_NOTHING)
-    check_same(place.run("eagle3", "packed", 2, SHARDED, *ONE_HAS_NOTHING), one)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
     a_few([((2, True), (1, True)), ((1, False), (2, True)), ((2, True), (2, False))], ((2, True), (1, True))),
@@ -96,23 +87,13 @@ def test_a_run_goes_on_with_a_target_held_otherwise(
     check_same(output, of_one["eagle3"])
 
 
-@pytest.mark.slow
-def test_a_step_that_is_not_finite_is_skipped(tmp_path: Path, target_dir: Path) -> None:
-    """Its rows are looked at one by one, on each rank its own, with one pass of the target or with two."""
-    shutil.copytree(target_dir, tmp_path / "target")
-    path = tmp_path / "target/model.safetensors"
-    tensors = load_file(path)
-    tensors["model.embed_tokens.weight"][POISON] = float("inf")
-    save_file(tensors, path, metadata={"format": "pt"})
-    settings = ["train.max_steps=2", "train.seed=1", "train.eval_replay=0"]  # c5 is read in the second step
-    place = Place(tmp_path, tmp_path / "target")
-    output = place.run("eagle3", "poisoned", 2, SHARDED, *settings, poisoned=POISON)
-    assert [line["skipped_steps"] for line in metrics(output)] == [0, 1]
-    said = "step 2 skipped: its gradient is not finite (c5: the target's captured states are not finite)"
-    assert place.said.count(said) == 1
-
-
 # Before anything is loaded.
+
+
+def test_a_process_holds_its_share_of_the_layers_and_the_largest_one_gathered() -> None:
+    size = TargetSize(100, 0, 90, 20, 200.0, "", torch.bfloat16, False, (10, 30, 20))
+    assert shared_out(size, 4).weight_bytes == 2 * (40 + 60 / 4 + 30)
+    assert shared_out(size, 1).weight_bytes == 200
 
 
 def test_weights_that_stay_in_float32_are_not_rounded(tmp_path: Path) -> None:
@@ -131,51 +112,30 @@ def check(recipe: Recipe) -> None:
     check_sharding(recipe, TargetFiles(recipe.target))
 
 
-def recipe_of(folder: Path, **changes: Any) -> Any:
-    return load_recipe(recipe_file(folder, **({"train": {"shard_target": True}} | changes)), [])
+def test_weights_that_stay_in_float32_beside_float16_alone_are_no_matter_for_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules", ["o_proj"])
+    path = recipe_file(tmp_path, train={"shard_target": True})
+    check(load_recipe(path, ["target.dtype=bfloat16"]))
+    with pytest.raises(UserError, match="keeps weights in float32"):
+        check(load_recipe(path, ["target.dtype=float16"]))
 
 
 def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(recipe_of(tmp_path))  # this one can
-
-    with pytest.raises(UserError, match=r"with data\.states the target's layers are not loaded"):
-        check(recipe_of(tmp_path, data={"states": str(tmp_path / "states")}))
-
-    path = tmp_path / "target/config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
-    with pytest.raises(UserError, match=r"ZeRO-3 shards plain weights, .* is quantised \(gptq\)"):
-        check(recipe_of(tmp_path))
-
-    path.write_text(json.dumps({key: value for key, value in config.items() if key != "dtype"}))
-    with pytest.raises(UserError, match=r"target\.dtype: auto, but the target's config names none"):
-        check(recipe_of(tmp_path, target={"dtype": "auto"}))
-
+    recipe, config_path = recipe_file(tmp_path, train={"shard_target": True}), tmp_path / "target/config.json"
+    check(load_recipe(recipe))  # this one can
+    config = json.loads(config_path.read_text())
+    quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    unnamed = {key: value for key, value in config.items() if key != "dtype"}
+    for content, override, why in (
+        (config, f"data.states={tmp_path}", r"with data\.states the target's layers are not loaded"),
+        (quantised, "target.dtype=float32", r"is quantised \(gptq\)"),
+        (unnamed, "target.dtype=auto", r"target\.dtype: auto, but the target's config names none"),
+    ):
+        config_path.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=why):
+            check(load_recipe(recipe, [override]))
     monkeypatch.setattr(accelerator, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"train\.shard_target: .* DeepSpeed, which is not installed"):
-        check(recipe_of(tmp_path))
-
-
-def test_plan_says_what_a_process_holds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = recipe_file(tmp_path, train={"shard_target": True, "max_steps": 5})
-    write_conversations(tmp_path / "run/conversations.jsonl", 24)
-    model = make_target()
-    layers = [sum(4 * p.numel() for p in layer.parameters()) for layer in model.model.layers]
-    rest = sum(4 * p.numel() for p in model.parameters()) - sum(layers)
-
-    def weights() -> str:
-        [line] = [line for line in plan(path, capsys)[""].splitlines() if "the target's weights" in line]
-        return line
-
-    assert f"{gigabytes(sum(layers) + rest)}  the target's weights" in weights()
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    line = weights()
-    assert f"{gigabytes(sum(layers) / 4 + layers[0] + rest)}  the target's weights" in line
-    assert f"{gigabytes(sum(layers) * 3 / 4)} to each process in every pass" in plan(path, capsys)["network"]
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setattr(sys, "argv", ["draftsmith train", str(path), "--plan", "--processes", "4"])
-    command.main()
-    said = capsys.readouterr().out
-    assert "1/4 of the layers" in said and "on 4 processes" in said
+        check(load_recipe(recipe))

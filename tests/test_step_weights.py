@@ -1,23 +1,17 @@
 """Weights of unroll steps: those that a recipe names, and those that follow what decoding gains."""
 
 import itertools
-import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loader import load_recipe
 from draftsmith.train.loss import head_loss
 from draftsmith.train.loss.head_loss import HeadLoss
 from draftsmith.train.loss.losses import Lesson, LossWeights
 from draftsmith.train.loss.step_weights import acceptance_weights, fixed_weights
 from tests.slow_drafters import step_weight
 from tests.test_losses import STEPS, head_pass
-
-DEMO = Path(__file__).parents[1] / "recipes/demo-full.yaml"
 
 
 def test_weights_that_a_recipe_names() -> None:
@@ -80,24 +74,3 @@ def test_the_pass_that_measures_acceptance_equals_its_twin(
         accepted = [float(alpha[k, b, c]) * bool(trained[: k + 1, b, c].all()) for k in range(STEPS)]
         for k in range(STEPS):
             assert float(weights[k, b, c]) == pytest.approx(step_weight("acceptance", k, accepted), rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ("[1, 0.5]", r"train\.step_weight`: \[1\.0, 0\.5\]; give each of the 3 unroll steps a number"),
-        ("[0, 0, 0]", r"train\.step_weight`: \[0\.0, .*\]; give each of the 3 unroll steps a number, and one of"),
-        ("decay", r"train\.step_weight"),
-        ("0", r"train\.step_weight"),
-        ("[1, -1, 1]", r"train\.step_weight"),
-    ],
-)
-def test_weights_that_say_nothing_are_told(given: str, told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        load_recipe(DEMO, [f"train.step_weight={given}"])
-
-
-@pytest.mark.parametrize("given", ["[1, 0, 0.1]", "acceptance", "0.9"])
-def test_weights_that_recipes_may_name(given: str) -> None:
-    weight = load_recipe(DEMO, [f"train.step_weight={given}"]).train.step_weight
-    assert weight == "acceptance" or isinstance(weight, list) or math.isclose(weight, 0.9)

@@ -2,7 +2,9 @@
 Neither checkpointing nor how documents are laid out in rows changes anything.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -42,12 +44,15 @@ from tests.drafter_cases import (
 from tests.slow_drafters import SlowDrafter, slow_loss
 from tests.thinning import EXHAUSTIVE, pairwise
 
-each_case = pytest.mark.parametrize("name", CASES)
 # What is summed over a batch depends on the losses and on the weights of steps, too. Noise is drawn for a row.
 LESSONS = ["hass", "eagle, log acceptance", "eagle3, hybrid and rank"]
-in_batches = pytest.mark.parametrize(
-    ("name", "noisy"), [*((name, False) for name in STRUCTURES + LESSONS), ("hass", True), ("eagle3.1", True)]
-)
+LAID_OUT = [*((name, False) for name in STRUCTURES + LESSONS), ("hass", True), ("eagle3.1", True)]
+
+
+def slow_but(quick: Collection[Any], cases: Collection[Any]) -> list[Any]:
+    """The cases as parameters of a test; those that are not `quick` are slow."""
+    slow = [case if isinstance(case, tuple) else (case,) for case in cases if case not in quick]
+    return [*quick, *(pytest.param(*case, marks=pytest.mark.slow) for case in slow)]
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -74,7 +79,7 @@ def test_unroll_equals_drafting_a_chain_with_a_cache(name: str) -> None:
     assert int(columns.depth.max()) == steps
 
 
-@each_case
+@pytest.mark.parametrize("name", slow_but([*STRUCTURES[::2], "eagle3, hybrid and rank"], CASES))
 def test_unroll_equals_the_slow_twin_in_value_and_gradient(name: str) -> None:
     """The whole loss in float64, column by column from the definition, against the batched one.
 
@@ -181,7 +186,7 @@ def tallies(sums: UnrollSums) -> list[list[int]]:
     return [sums.columns[None].tolist(), sums.reached.tolist(), sums.correct.tolist(), sums.trained.tolist()]
 
 
-@in_batches
+@pytest.mark.parametrize(("name", "noisy"), slow_but([*LAID_OUT[:8:3], ("eagle3.1", True)], LAID_OUT))
 def test_any_layout_gives_the_loss_and_gradient_of_one_document_at_a_time(name: str, noisy: bool) -> None:
     """Within what float32 makes of sums in another order: a millionth or so of the largest, ten times that allowed.
     Noise makes the softmax peaked, and its gradient a difference of numbers far larger: a hundred thousandth.

@@ -9,31 +9,27 @@ from tests.report_cases import PLAIN
 
 Speeds = dict[str, tuple[float | None, list[float] | None]]
 FAST, SLOW, WIDE = (1.64, [1.41, 1.93]), (0.74, [0.67, 0.83]), (1.7, [0.9, 2.5])
-UNCLEAR = "Nothing is clearly faster than plain decoding here. The fastest is "
 
 
 @pytest.mark.parametrize(
-    ("speeds", "said"),
+    ("speeds", "said", "fastest"),
     [
-        ({"a": FAST}, "Fastest here: a, 1.64 times plain decoding [1.41, 1.93]."),
-        ({"a": SLOW, "b": FAST}, "Fastest here: b, 1.64 times plain decoding [1.41, 1.93]."),
-        (
-            {"a": WIDE, "b": FAST},
-            "Fastest here: b, 1.64 times plain decoding [1.41, 1.93].",
-        ),  # a is not sure to be fast
-        ({"a": SLOW, "b": (0.5, [0.4, 0.6])}, "Nothing beats plain decoding here. The fastest is a, 0.74 times plain"),
-        ({"a": WIDE, "b": SLOW}, f"{UNCLEAR}a, 1.70 times plain decoding [0.90, 2.50]."),
-        ({"a": (1.1, None)}, f"{UNCLEAR}a, 1.10 times plain decoding (too few prompts for an interval)."),
-        ({"a": (None, None)}, "No verdict on speed: no answer was long enough to time."),
+        ({"a": SLOW, "b": FAST}, "Fastest here", "b"),
+        ({"a": WIDE, "b": FAST}, "Fastest here", "b"),  # a is not sure to be fast
+        ({"a": SLOW, "b": (0.5, [0.4, 0.6])}, "Nothing beats", "a"),
+        ({"a": WIDE, "b": SLOW}, "Nothing is clearly faster", "a"),
+        ({"a": (1.1, None)}, "Nothing is clearly faster", "a"),
+        ({"a": (None, None)}, "No verdict", None),
     ],
 )
-def test_the_verdict_says_what_the_intervals_allow(speeds: Speeds, said: str) -> None:
+def test_the_verdict_says_what_the_intervals_allow(speeds: Speeds, said: str, fastest: str | None) -> None:
     rows = {
         name: {"speedup": value, "speedup_interval": bounds}
         for name, (value, bounds) in ({PLAIN: (1.0, [1.0, 1.0])} | speeds).items()
     }
     acceptance = {"contenders": rows, "contender": "a", "baseline": PLAIN, "mode": "decode"}
-    assert summary.verdict(acceptance).startswith(said)
+    verdict = summary.verdict(acceptance)
+    assert verdict.startswith(said) and (fastest is None or f" {fastest}, {speeds[fastest][0]:.2f} times" in verdict)
     assert "times nothing" in summary.verdict(acceptance | {"mode": "replay"})
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,18 +67,37 @@ def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "row_flops", lambda *_: 10**9)
 
 
+def write_recipe(folder: Path, target: Path, **sections: Any) -> Path:
+    """folder/recipe.yaml, a recipe of six steps into folder/run."""
+    content = {
+        "output_dir": str(folder / "run"),
+        "target": {"model": str(target), "dtype": "float32", "device": "cpu"},
+        "drafter": {"vocab_size": 160},
+        "train": SIX_STEPS,
+        **sections,
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return folder / "recipe.yaml"
+
+
+def train_six_steps(folder: Path, target: Path) -> None:
+    """Makes folder/run, with checkpoints of steps 3 and 6 and the drafter."""
+    to_train(folder / "run")
+    train(write_recipe(folder, target))
+
+
 @pytest.fixture
 def recipe_path(tmp_path: Path, target_dir: Path) -> Path:
     """A recipe of six steps with its conversations and draft vocabulary in place."""
-    recipe = {
-        "output_dir": str(to_train(tmp_path / "run")),
-        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
-        "drafter": {"vocab_size": 160},
-        "train": SIX_STEPS,
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
+    to_train(tmp_path / "run")
+    return write_recipe(tmp_path, target_dir)
+
+
+@pytest.fixture
+def done_path(tmp_path: Path, target_dir: Path, six_steps: Path) -> Path:
+    """`recipe_path` after its six steps."""
+    shutil.copytree(six_steps / "run", tmp_path / "run")
+    return write_recipe(tmp_path, target_dir)
 
 
 def fresh_accelerator() -> None:
