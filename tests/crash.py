@@ -1,32 +1,24 @@
-"""Kills scripts at random or chosen moments, hundreds of times, without importing torch hundreds of times.
+"""Kills scripts at chosen moments of the clock, without importing torch for each of them.
 
     with CrashLab(["draftsmith.data_gen.answers.regeneration"]) as lab:
         argv = [str(recipe), "output_dir=..."]
-        ending = lab.run("draftsmith.data_gen.regenerate", argv, kill_after=0.3)       # seconds; None lets it end
-        ending = lab.run("draftsmith.data_gen.regenerate", argv, fault=Fault("write", 5))
+        ending = lab.run("draftsmith.data_gen.regenerate", argv, kill_after=0.3)  # seconds; None lets it end
         assert ending.status in (0, -signal.SIGKILL), ending.output
-        ending = lab.run("draftsmith.train.eagle3", argv, ranks=2, rank=1, kill_after=0.3)
+        ending = lab.run("draftsmith.train.eagle3", argv, ranks=2, rank=1, kill_when=path.exists)
 
 One server process imports everything heavy, calls nothing of it, and forks a child for every run: milliseconds instead
 of seconds. The child does what `python script.py argv` does, `cli.run(module.main)`, alone in its process
 group, with its output in a file. It leaves by `os._exit`: what is registered with `atexit` does not run.
-
-A kill by the clock lands where the time goes. A `Fault` lands where it hurts: the child kills itself at the n-th write
-(in the middle of it), rename, fsync, ... that Python code makes. What C++ and Rust write (torch.save, safetensors) only
-the clock reaches.
+`tests.crash_states` enumerates what a kill could leave; this is for what only processes show.
 
 Several ranks are several children of one process group, with the environment that torchrun gives. Either all of them
 are killed at once (a node dies), or one rank is; then the others are ended as torchrun does it: SIGTERM, and SIGKILL
 after a moment.
 """
 
-import builtins
 import importlib
-import io
-import json
 import math
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -34,7 +26,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,36 +41,6 @@ PATIENCE_SECONDS = 1.0  # of the launcher with a rank that got SIGTERM; torchrun
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 # Without a GPU, whose threads would not survive a fork.
 OTHER_VARIABLES = {"TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1", "CUDA_VISIBLE_DEVICES": ""}
-# Audit events of Python's os module, by the names that a Fault uses. They come before the deed. "open" is for writing.
-AUDITED = {"os.rename": "rename", "os.remove": "remove", "os.rmdir": "rmdir", "os.mkdir": "mkdir", "open": "open"}
-# Functions of torch.distributed that are "collective" to a Fault. What C++ calls (DistributedDataParallel) is not seen.
-COLLECTIVES = (
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "barrier", "broadcast",
-    "broadcast_object_list", "reduce", "reduce_scatter_tensor",
-)  # fmt: skip
-
-
-class Fault(NamedTuple):
-    """The child dies at the `number`-th (from 1) `event`: open, write, truncate, fsync, rename, remove, rmdir, mkdir,
-    collective.
-
-    It dies before the deed; a write has done `share` of its bytes by then.
-    """
-
-    event: str
-    number: int
-    share: float = 0.5
-
-    @classmethod
-    def drawn(cls, chance: random.Random, events: Counter[str]) -> "Fault":
-        """Rare kinds of events more often than they happen, and early ones: a resumed run has fewer of them.
-
-        Args:
-            events: `Ending.events` of a whole run.
-        """
-        kinds = sorted(events)
-        (event,) = chance.choices(kinds, [math.sqrt(events[kind]) for kind in kinds])
-        return cls(event, 1 + int(events[event] * chance.random() ** 2), chance.random())
 
 
 class Ending(NamedTuple):
@@ -88,7 +49,6 @@ class Ending(NamedTuple):
     status: int  # its exit code; -n: signal n ended it; of several ranks that of the first that failed
     output: str  # stdout and stderr
     seconds: float
-    events: Counter[str]  # of a run that ended by itself with `count_events`; of several ranks those of `rank` or 0
     statuses: list[int]  # by rank
 
 
@@ -151,10 +111,8 @@ class CrashLab:
         rank: int | None = None,
         kill_after: float | None = None,
         kill_when: Callable[[], bool] | None = None,
-        fault: Fault | None = None,
         kill_with: signal.Signals = signal.SIGKILL,
         again_after: float | None = None,
-        count_events: bool = False,
         file_limit: int | None = None,
         timeout: float = 120,
     ) -> Ending:
@@ -163,8 +121,7 @@ class CrashLab:
         Args:
             ranks: processes; of several each is told its rank as torchrun tells it.
             more: by rank, arguments that it alone is given, behind `argv`.
-            rank: which one of them is killed, by the clock or at the fault. None: all; the fault is rank 0's then, and
-                kills the others at that moment.
+            rank: which one of them is killed; None: all.
             kill_after: seconds from the start after which `kill_with` is sent.
             kill_when: asked all the time; when true, `kill_with` is sent.
             again_after: seconds after which it is sent once more.
@@ -177,7 +134,7 @@ class CrashLab:
         request = {"module": module, "argv": list(argv), "log": str(log), "file_limit": file_limit}
         request |= {"more": dict(more or {}), "ranks": ranks, "port": free_port() if ranks > 1 else None}
         started = time.monotonic()
-        self._connection.send(request | {"fault": fault, "faulty": rank or 0, "count_events": count_events})
+        self._connection.send(request)
         pids: list[int] = self._receive(30)
         statuses: dict[int, int] = {}  # by rank, in the order in which they ended
 
@@ -209,9 +166,7 @@ class CrashLab:
                 if not self._connection.poll(max(0.0, until - now)):
                     continue
                 ended, statuses[ended] = self._receive(0)
-                if rank is None and statuses[ended] == -signal.SIGKILL:
-                    kill(None, signal.SIGKILL)
-                elif statuses[ended] and not any(status for each, status in statuses.items() if each != ended):
+                if statuses[ended] and not any(status for each, status in statuses.items() if each != ended):
                     terminate_at = time.monotonic() + NOTICED_SECONDS
         except BaseException:
             kill(None, signal.SIGKILL)
@@ -220,11 +175,10 @@ class CrashLab:
             while len(statuses) < ranks:
                 ended, statuses[ended] = self._receive(30)
             self._connection.send("seen")
-            events: list[Counter[str]] = self._receive(30)
         seconds = time.monotonic() - started
         status = next((status for status in statuses.values() if status), 0)
         output = log.read_text(errors="replace")
-        return Ending(status, output, seconds, events[rank or 0], [statuses[each] for each in range(ranks)])
+        return Ending(status, output, seconds, [statuses[each] for each in range(ranks)])
 
     def _dump_stacks(self, group: int, running: int, statuses: dict[int, int]) -> None:
         """Ends ranks that hang so that each prints its stacks (faulthandler)."""
@@ -262,16 +216,12 @@ def serve(connection: Connection, modules: Sequence[str]) -> None:
         except EOFError:
             return
         pids: list[int] = []
-        pipes: list[int] = []
         for rank in range(request["ranks"]):
-            events, childs_events = os.pipe()
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                _be_the_child(request, rank, pids[0] if pids else 0, childs_events)
-            os.close(childs_events)
+                _be_the_child(request, rank, pids[0] if pids else 0)
             pids.append(pid)
-            pipes.append(events)
             os.setpgid(pid, pids[0])  # the child does the same: whoever comes first
         connection.send(pids)
         running = dict(enumerate(pids))
@@ -286,14 +236,9 @@ def serve(connection: Connection, modules: Sequence[str]) -> None:
         finally:
             for pid in pids:
                 os.waitpid(pid, 0)
-        counted = []
-        for events in pipes:
-            with open(events, "rb") as pipe:
-                counted.append(Counter(json.loads(pipe.read() or "{}")))
-        connection.send(counted)
 
 
-def _be_the_child(request: dict[str, Any], rank: int, group: int, events_pipe: int) -> NoReturn:
+def _be_the_child(request: dict[str, Any], rank: int, group: int) -> NoReturn:
     """Runs the script's main as a process of its own would; never returns.
 
     Args:
@@ -317,12 +262,9 @@ def _be_the_child(request: dict[str, Any], rank: int, group: int, events_pipe: i
         more = request["more"].get(rank, ())
         sys.argv = [request["module"].rpartition(".")[2] + ".py", *request["argv"], *more]
         main = importlib.import_module(request["module"]).main
-        fault = request["fault"] if rank == request["faulty"] else None
-        events = _watch(fault) if fault or request["count_events"] else Counter()
         from draftsmith.recipes.command import cli
 
         cli.run(main, many_processes=True)
-        os.write(events_pipe, json.dumps(events).encode())
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -334,87 +276,6 @@ def _be_the_child(request: dict[str, Any], rank: int, group: int, events_pipe: i
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-# Faults, in the child.
-
-
-def _watch(fault: Fault | None) -> Counter[str]:
-    """Counts events from now on and kills this process at the fault; returns the counts, which go on."""
-    events: Counter[str] = Counter()
-
-    def happens(event: str) -> bool:
-        events[event] += 1
-        return fault is not None and (event, events[event]) == fault[:2]
-
-    def audit(name: str, details: tuple[Any, ...]) -> None:
-        if name in AUDITED and not (name == "open" and not _writes(details[2])) and happens(AUDITED[name]):
-            _die()
-
-    def fsync(handle: Any) -> None:
-        if happens("fsync"):
-            _die()
-        really_fsync(handle)
-
-    class WatchedFile(io.FileIO):
-        def write(self, data: Any) -> int:
-            if happens("write"):
-                assert fault is not None
-                super().write(memoryview(data).cast("B")[: int(fault.share * memoryview(data).nbytes)])
-                _die()
-            return super().write(data)
-
-        def truncate(self, size: int | None = None) -> int:
-            if happens("truncate"):
-                _die()
-            return super().truncate(size)
-
-    def watched_open(
-        file: Any,
-        mode: str = "r",
-        buffering: int = -1,
-        encoding: str | None = None,
-        errors: str | None = None,
-        newline: str | None = None,
-        closefd: bool = True,
-        opener: Any = None,
-    ) -> Any:
-        """`open`, as the io module's documentation composes it."""
-        if not set(mode) & set("wax+"):
-            return really_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        raw = WatchedFile(file, mode.replace("b", "").replace("t", ""), closefd, opener)
-        if buffering == 0:
-            return raw
-        buffer = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-        return buffer if "b" in mode else io.TextIOWrapper(buffer, encoding, errors, newline)
-
-    def watched_collective(really_call: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if happens("collective"):
-                _die()
-            return really_call(*args, **kwargs)
-
-        return call
-
-    if distributed := sys.modules.get("torch.distributed"):
-        for name in COLLECTIVES:
-            if hasattr(distributed, name):
-                setattr(distributed, name, watched_collective(getattr(distributed, name)))
-    really_fsync, really_open = os.fsync, io.open
-    os.fsync = fsync
-    io.open = watched_open  # pathlib's
-    builtins.open = watched_open
-    sys.addaudithook(audit)
-    return events
-
-
-def _writes(flags: Any) -> bool:
-    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR))
-
-
-def _die() -> NoReturn:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("a killed process goes on")
 
 
 if __name__ == "__main__":
