@@ -1,7 +1,7 @@
 """Write the target's hidden states for a recipe's conversations to disk, to train from them without the target.
 
     python data_gen/capture.py recipes/demo.yaml
-    python data_gen/capture.py recipes/demo.yaml data.capture.dtype=int8 data.states=runs/demo/int8   # half the size
+    python data_gen/capture.py recipes/demo.yaml data.capture.dtype=fp8 data.states=runs/demo/fp8     # half the size
     python data_gen/capture.py recipes/demo.yaml --plan                     # what it would write, and how much
     python data_gen/capture.py recipes/demo.yaml --verify                 # reads all files and rewrites damaged ones
     torchrun --nproc_per_node 8 data_gen/capture.py recipes/demo.yaml     # the same store, by eight GPUs
@@ -15,26 +15,20 @@ missing shards. Other rows, another target, other layers or another dtype need a
 
 from argparse import ArgumentParser
 
-from draftsmith.recipes.command.cli import Command, parse_command, run
+from draftsmith.recipes.command.cli import parse_command, run
 from draftsmith.recipes.command.inputs import conversations, need
-from draftsmith.recipes.command.launch import check_all_started, world_size
+from draftsmith.recipes.command.launch import check_all_started, first_one_reports
 
 
 def main() -> None:
     check_all_started()
-    # Several processes connect before they read the command line, so a mistake is reported once.
-    command = read_command() if world_size() == 1 else None
-    from draftsmith.data_gen.states.capture_processes import Team
-    from draftsmith.data_gen.states.capturing import capture_with
+    with first_one_reports():
+        command = parse_command(__doc__, extra=_options)
+        if not command.plan or command.recipe.data.prompts is None:  # else regeneration may write them later
+            need(conversations(command.recipe))
+        from draftsmith.data_gen.states import capturing
 
-    capture_with(Team.of_environment(), read_command if command is None else lambda: command)
-
-
-def read_command() -> Command:
-    command = parse_command(__doc__, extra=_options)
-    if not command.plan or command.recipe.data.prompts is None:  # else regeneration may write them later
-        need(conversations(command.recipe))
-    return command
+        capturing.main(command)
 
 
 def _options(parser: ArgumentParser) -> None:

@@ -290,8 +290,8 @@ class SamCorpusSection(Section):
 class CaptureSection(Section):
     """Hidden states on disk (data_gen/capture.py)."""
 
-    dtype: Literal["bfloat16", "float32", "int8", "fp8"] = "bfloat16"
-    """Precision of the stored states. int8 and fp8 (e4m3) keep one scale per state and token."""
+    dtype: Literal["bfloat16", "float32", "fp8"] = "bfloat16"
+    """Precision of the stored states. fp8 (e4m3) keeps one scale per state and token."""
     shard_megabytes: Positive = 512
     """Approximate size of a shard. A kill loses at most one; capture keeps one in memory."""
     batch_tokens: Count = 8192

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from draftsmith.data_gen import capture as script
 from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.jobs import layers_of
-from draftsmith.data_gen.states.store import StoreManifest
+from draftsmith.data_gen.states.manifest import StoreManifest
 from draftsmith.models.chat import load_tokenizer
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.errors import UserError
@@ -130,5 +130,5 @@ def assert_same_store(mine: Path, captured: Path) -> None:
                 rounding = 1e-5 if own[name].dtype == torch.float32 else 1e-2
                 largest = its[name].abs().max().item()
                 torch.testing.assert_close(own[name], its[name], rtol=rounding, atol=rounding * largest)
-            else:  # a step of the encoding, where the states lie between two
-                assert int((own[name].int() - its[name].int()).abs().max()) <= 1
+            else:  # fp8: a step where the states lie between two
+                torch.testing.assert_close(own[name].float(), its[name].float(), rtol=2**-3, atol=2**-8)

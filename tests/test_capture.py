@@ -11,28 +11,21 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from draftsmith.data_gen import capture as script
 from draftsmith.data_gen.states import capturing
-from draftsmith.data_gen.states.capture_processes import Team
 from draftsmith.data_gen.states.jobs import Job, estimated_bytes
-from draftsmith.data_gen.states.shards import file_problem
-from draftsmith.data_gen.states.store import ShardBuffer, Store, StoreManifest
+from draftsmith.data_gen.states.manifest import StoreManifest, entry_path, file_problem
+from draftsmith.data_gen.states.store import Store
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.guidance import loaded_target
-from draftsmith.recipes.command import progress
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import load_recipe
@@ -97,14 +90,10 @@ def test_damaged_files_are_named_and_written_anew(
     "change, problem",
     [
         ("{", "malformed JSON"),
-        ("[]", "not a manifest of hidden states"),
-        ('{"kind": "c2t"}', "not a manifest of hidden states"),
-        ('{"kind": "hidden_states", "of_shards": 3}', "damaged: 'made_of' is missing"),
-        (lambda manifest: manifest["shards"][2].update(file="../x"), "'../x' is no file of it"),
-        (lambda manifest: manifest["shards"][2].update(bytes=-1), "bytes: -1 must be a whole number"),
-        (lambda manifest: manifest.update(made_of={}), "damaged: made_of is"),
-        (lambda manifest: manifest.update(of_shards="x", shards=[]), "of_shards: 'x' must be a whole number"),
-        (lambda manifest: manifest["made_of"].update(capture_layers=3), "damaged: capture_layers are 3, not a list"),
+        ("[]", "not a JSON object"),
+        ('{"kind": "hidden_states", "of_shards": 3}', "lacks made_of, target_files"),
+        (lambda manifest: manifest.update(kind="c2t"), "another kind of file"),
+        (lambda manifest: manifest.update(made_of={}), "another kind of file"),
     ],
 )
 def test_a_damaged_manifest_is_told(copy: Path, change: str | Callable[[dict[str, Any]], Any], problem: str) -> None:
@@ -123,7 +112,7 @@ def test_a_damaged_manifest_is_told(copy: Path, change: str | Callable[[dict[str
 
 
 @pytest.mark.parametrize(
-    "kind, dtype", [("eagle3", "bfloat16"), ("eagle3", "int8"), ("eagle", "float32"), ("poss", "fp8")]
+    "kind, dtype", [("eagle3", "bfloat16"), ("eagle3", "fp8"), ("eagle", "float32"), ("poss", "fp8")]
 )
 def test_the_plan_says_within_two_percent_what_is_written(
     recipe_path: Path, tmp_path: Path, kind: str, dtype: str, capsys: pytest.CaptureFixture
@@ -168,102 +157,43 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
 # Several processes.
 
 
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", size)):
+        monkeypatch.setenv(name, str(value))
+
+
 def test_processes_share_the_shards_and_write_what_one_writes(
     recipe_path: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Rank 0 waits in its first shard until rank 1 has written two; threads stand for the processes."""
-    words, one_at_a_time = HashStore(), threading.Lock()
-    teams = [Team(rank, 2, rank, words) for rank in range(2)]
-    written = {0: 0, 1: 0}
-    by_thread: dict[int, Team] = {}
-
-    def load(*arguments: Any) -> Any:
-        with one_at_a_time:
-            return loaded_target(*arguments)
-
-    def fill(*arguments: Any) -> None:
-        team = by_thread[threading.get_ident()]
-        if team.leads:
-            team.wait(lambda: written[1] >= 2)
-        really_fill(*arguments)
-
-    def write(shard: ShardBuffer, directory: Path, number: int) -> dict[str, Any]:
-        written[by_thread[threading.get_ident()].rank] += 1
-        return really_write(shard, directory, number)
-
-    def process(team: Team) -> None:
-        by_thread[threading.get_ident()] = team
-        capturing.capture_with(team, script.read_command)
-
-    really_fill, really_write = capturing.fill, ShardBuffer.write
-    monkeypatch.setattr(progress, "SHOWN_AFTER_SECONDS", 0)
-    monkeypatch.setattr(capturing, "loaded_target", load)
-    monkeypatch.setattr(capturing, "fill", fill)
-    monkeypatch.setattr(ShardBuffer, "write", write)
-    monkeypatch.setattr(sys, "argv", ["capture.py", str(recipe_path), f"data.states={tmp_path / 'states'}"])
-    with ThreadPoolExecutor(2) as pool:
-        for each in [pool.submit(process, team) for team in reversed(teams)]:
-            each.result(timeout=300)
-    assert sum(written.values()) == SHARDS and min(written.values()) >= 1 and written[1] >= 2
-    assert files_of(tmp_path / "states") == files_of(store)
-    printed = capsys.readouterr()
-    assert printed.out.count("writes  ") == printed.out.count(f"{SHARDS} of {SHARDS} shards") == 1
-    tokens = Store(store).manifest.total("tokens")
-    assert f"capture: {tokens / 1000:.2f}k tokens in" in printed.err  # the bar counts what both have read
+    """Whichever ends last says that all is captured."""
+    for rank, last in ((2, False), (0, False), (1, True)):
+        as_rank(monkeypatch, rank, 3)
+        capture(recipe_path, f"data.states={tmp_path}")
+        own = {f"shard-{number:05d}.safetensors" for number in range(rank, SHARDS, 3)}
+        assert own <= files_of(tmp_path).keys()
+        printed = capsys.readouterr().out
+        assert (f"{SHARDS} of {SHARDS} shards" in printed) is last and ("writes  " in printed) is (rank == 0)
+    assert files_of(tmp_path) == files_of(store)
 
 
-def test_a_process_begins_when_rank_0_has_found_everything_in_order(
-    recipe_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_each_process_verifies_its_own_shards(
+    recipe_path: Path, store: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capturing, "loaded_target", lambda *_: pytest.fail("the target was loaded"))
-    monkeypatch.setattr(sys, "argv", ["capture.py", str(recipe_path), f"data.states={store}"])
-    words = HashStore()
-    capturing.capture_with(Team(0, 2, 0, words), script.read_command)
-    capturing.capture_with(Team(1, 2, 1, words), script.read_command)  # nothing is missing
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "data.capture.dtype=int8"])
-    words = HashStore()
-    with pytest.raises(SystemExit) as ended:
-        capturing.capture_with(Team(0, 2, 0, words), script.read_command)
-    assert ended.value.code == 2 and "captured with other settings" in capsys.readouterr().err
-    words.delete_key("missing")
-    with pytest.raises(SystemExit) as ended:  # silent: rank 0 has said why
-        capturing.capture_with(Team(1, 2, 1, words), script.read_command)
-    assert ended.value.code == 2 and not capsys.readouterr().err
-    words = HashStore()
-    with pytest.raises(SystemExit) as ended:
-        monkeypatch.setattr(sys, "argv", ["capture.py", "--help"])
-        capturing.capture_with(Team(0, 2, 0, words), script.read_command)
-    assert ended.value.code == 0
-    capturing.capture_with(Team(1, 2, 1, words), script.read_command)
+    for number in (2, 3):
+        flip_a_state(copy / f"shard-{number:05d}.safetensors")
+    as_rank(monkeypatch, 1, 2)
+    capture(recipe_path, f"data.states={copy}", "--verify")
+    differing = {name for name, content in files_of(store).items() if files_of(copy)[name] != content}
+    assert differing == {"shard-00002.safetensors"}
 
 
-def test_processes_that_capture_something_else_than_rank_0_say_so(recipe_path: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(recipe_path, [f"data.states={tmp_path}"])
-    job = Job.of(recipe, rows_of(recipe)[1:], "another tokenizer")
-    words = HashStore()
-    Team(0, 2, 0, words).publish("made_of", Job.of(recipe, rows_of(recipe), "this tokenizer").made_of)
-    with pytest.raises(UserError) as raised:
-        capturing.check_same(Team(1, 2, 1, words), job.made_of)
-    said = str(raised.value)
-    assert "rows: rank 0 has '40 rows, sha256 " in said and "rank 1 has '39 rows, sha256 " in said
-    assert "target.tokenizer_fingerprint: rank 0 has 'this tokenizer', rank 1 has 'another tokenizer'" in said
-
-
-def test_of_several_that_fail_one_speaks(capsys: pytest.CaptureFixture) -> None:
-    words = HashStore()
-    for rank in (1, 0):
-        with pytest.raises(SystemExit) as ended, Team(rank, 3, rank, words).reporting_once():
-            raise UserError(f"the disk of rank {rank} is full")
-        assert ended.value.code == 2
-    with pytest.raises(SystemExit) as ended:
-        Team(2, 3, 2, words).wait(lambda: False)
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: the disk of rank 1 is full\n"
-    words = HashStore()
-    with pytest.raises(ZeroDivisionError), Team(1, 2, 1, words).reporting_once():
-        print(1 / 0)
-    with pytest.raises(SystemExit):
-        Team(0, 2, 0, words).wait(lambda: False)
+def test_shards_of_something_else_are_not_mixed_in(recipe_path: Path, tmp_path: Path, copy: Path) -> None:
+    """As a process writes them that sees other conversations, or another target, than rank 0."""
+    entry = json.loads(entry_path(copy, 2).read_text())
+    entry_path(copy, 2).write_text(json.dumps(entry | {"made_of": "else"}))
+    for use in (lambda: Store(copy), lambda: capture(recipe_path, f"data.states={copy}")):
+        with pytest.raises(UserError, match=r"shard-00002\.safetensors: its states differ from the manifest's"):
+            use()
 
 
 def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,25 +202,18 @@ def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch)
         device_count = staticmethod(lambda: 2)
         set_device = staticmethod(taken.append)
 
-    words = HashStore()
-    teams = [Team(rank, 6, rank % 3, words) for rank in range(6)]  # on two machines
-    assert [team.take_device("cpu") for team in teams] == [None] * 6
+    as_rank(monkeypatch, 1, 3)
+    assert capturing.device_of_rank("cpu") is None
     monkeypatch.setattr(torch, "get_device_module", lambda device: Cuda)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    assert [team.take_device("auto") for team in teams[:2]] == ["cuda:0", "cuda:1"] and Cuda.taken == [0, 1]
-    assert teams[4].take_device("cuda") == "cuda:1" and teams[2].take_device("cuda:1") is None
-    with pytest.raises(UserError, match=r"the machine of rank 5 has 2 of kind cuda for 3 processes or more; start 2"):
-        teams[5].take_device("auto")
-    assert Team().take_device("auto") is None  # load_causal_lm decides
-
-
-def test_processes_without_a_place_to_meet_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(UserError, match=r"rank 1 of 2 does not find the others .* MASTER_ADDR .* start them with torc"):
-        Team.of_environment()
+    assert capturing.device_of_rank("auto") == "cuda:1" and Cuda.taken == [1]
+    assert capturing.device_of_rank("cuda:0") is None
+    as_rank(monkeypatch, 2, 3)
+    with pytest.raises(UserError, match=r"the machine of rank 2 has 2 of kind cuda for 3 processes or more; start 2"):
+        capturing.device_of_rank("auto")
+    as_rank(monkeypatch, 0, 1)
+    assert capturing.device_of_rank("auto") is None  # load_causal_lm decides
 
 
 def test_two_captures_do_not_write_into_one_folder(recipe_path: Path, copy: Path) -> None:

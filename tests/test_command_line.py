@@ -135,6 +135,16 @@ def test_several_processes_of_a_script_that_needs_one_are_refused_once(
     assert waited == [launch.ENDED_BY_LAUNCHER_SECONDS]  # the second one, until the launcher ends it
 
 
+def test_of_processes_with_the_same_problem_the_first_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(launch.time, "sleep", waited.append)
+    for local_rank, waits in (("0", []), ("1", [launch.ENDED_BY_LAUNCHER_SECONDS])):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(UserError), launch.first_one_reports():
+            raise UserError("no such file")
+        assert waited == waits
+
+
 def test_a_terminal_without_some_character_shows_its_number() -> None:
     script = "from draftsmith.recipes.command.cli import run\nrun(lambda: print('caf\\xe9 \\u4f60 \\udc80'))"
     for encoding, shown in (("ascii", rb"caf\xe9 \u4f60 \udc80"), ("utf-8", "caf\xe9 \u4f60 \\udc80".encode())):

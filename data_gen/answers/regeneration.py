@@ -353,7 +353,7 @@ def check_room_for_states(asked: Asked, directory: Path, prompts: list[int], cou
     if least > (free := free_bytes(directory)):
         raise UserError(
             f"data.states: at least {gigabytes(least)} are to be written to {directory} with the answers, and "
-            f"{gigabytes(free)} are free there: make room, name another folder, or take data.capture.dtype=int8 or a "
+            f"{gigabytes(free)} are free there: make room, name another folder, or take data.capture.dtype=fp8 or a "
             "smaller data.max_length"
         )
 

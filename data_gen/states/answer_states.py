@@ -11,9 +11,10 @@ import torch
 from safetensors import SafetensorError
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow, Turn, is_usable, rows_of
-from draftsmith.data_gen.states.jobs import Asked, refuse_others, store_summary
+from draftsmith.data_gen.states.jobs import Asked, store_summary
+from draftsmith.data_gen.states.manifest import StoreManifest, make_folder
 from draftsmith.data_gen.states.recording import RecordingSession
-from draftsmith.data_gen.states.store import Encoded, RowShape, StoreManifest, states_length
+from draftsmith.data_gen.states.store import Encoded, RowShape, states_length
 from draftsmith.data_gen.states.stored_target import save_target, target_is_whole
 from draftsmith.data_gen.states.written import FOLDER, WrittenRows
 from draftsmith.models.prompt import Prompt
@@ -90,7 +91,7 @@ def asked_states(recipe: Recipe, fingerprint: str) -> Asked | None:
         )
         return None
     if (written := StoreManifest.read(directory / FOLDER)) is not None:
-        refuse_others(written, asked.made_of, directory)
+        written.refuse_if_other(asked.made_of, directory)
     return asked
 
 
@@ -101,16 +102,15 @@ def storing(recipe: Recipe, asked: Asked, target: Target, fingerprint: str) -> I
     Raises UserError if it cannot be written, if another run is writing there, or if it holds rows of other states.
     """
     directory, made_of = recipe.states_dir, asked.made_with(target, recipe, fingerprint)
-    StoreManifest.make_folder(directory)
+    make_folder(directory)
     with alone_in(directory):
         written = WrittenRows(directory)
         if written.manifest is not None:
-            refuse_others(written.manifest, made_of, directory)
+            written.manifest.refuse_if_other(made_of, directory)
         if written.manifest is None or not target_is_whole(directory, written.manifest, verify=False):
             try:
                 files = save_target(recipe.target, target, directory)
-                StoreManifest(made_of | {"rows": "of answers being written"}, 0, {}, files).write(written.folder)
+                StoreManifest(made_of | {"rows": "of answers being written"}, 0, files).write(written.folder)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{directory}: cannot be written ({first_line(error)}): make room") from error
-        written.cut_torn_ends()
         yield AnswerStates(written, asked.shape, asked.layers, target.num_layers)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
-from draftsmith.data_gen.states.shards import file_problem
+from draftsmith.data_gen.states.manifest import StoreManifest, file_problem
 from draftsmith.data_gen.states.store import (
     ENCODINGS,
     RowShape,
-    StoreManifest,
     key_of,
     length_of,
     rows_identity,
@@ -33,6 +32,7 @@ from draftsmith.models.costs import free_bytes, gigabytes, torch_dtype
 from draftsmith.models.quantize import target_changes
 from draftsmith.models.target import Target, checked_capture_layers
 from draftsmith.recipes.command.inputs import conversations
+from draftsmith.recipes.command.launch import rank, world_size
 from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -144,22 +144,22 @@ def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
 
 
 def store_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:
-    """The folder's manifest without damaged shards, or a new one. Raises UserError if its settings differ."""
+    """The folder's manifest without damaged shards, or a new one. Raises UserError if its settings differ.
+
+    Each process of a capture reads only its own shards to verify them.
+    """
     manifest = StoreManifest.read(directory)
     if manifest is None:
         return StoreManifest(job.made_of, len(job.shards))
-    # Parts of the target's identity are known only from the weights.
-    target = manifest.made_of["target"] | job.made_of["target"]
-    manifest.refuse_if(manifest.other_than(manifest.made_of | job.made_of | {"target": target}), directory)
+    manifest.refuse_if_other(job.made_of, directory)
     for number, entry in list(manifest.shards.items()):
-        if problem := file_problem(directory / entry["file"], entry, verify):
-            print(f"note: {problem}; captured again")
-            del manifest.shards[number]
-    for number in list(manifest.shards):
-        for problem in drop_damaged(job.shards[number], directory, verify):
+        own = is_own(number)
+        problems = [file_problem(directory / entry["file"], entry, verify and own)]
+        problems += drop_damaged(job.shards[number], directory, verify) if own else []
+        for problem in filter(None, problems):
             print(f"note: {problem}; captured again")
             manifest.shards.pop(number, None)
-    if not target_is_whole(directory, manifest, verify):
+    if not target_is_whole(directory, manifest, verify and rank() == 0):
         manifest.files = {}
     return manifest
 
@@ -169,16 +169,19 @@ def rows_written(directory: Path, job: Job) -> WrittenRows | None:
     written = WrittenRows(directory)
     if written.manifest is None:
         return None
-    refuse_others(
-        written.manifest, {key: job.made_of[key] for key in written.manifest.made_of if key != "rows"}, directory
+    written.manifest.refuse_if_other(
+        {key: job.made_of[key] for key in written.manifest.made_of if key != "rows"}, directory
     )
     return written
 
 
-def refuse_others(manifest: StoreManifest, made_of: dict[str, Any], directory: Path) -> None:
-    """Raises UserError if regeneration has stored other states there. `made_of` may lack what only the weights tell."""
-    target = manifest.made_of["target"] | made_of["target"]
-    manifest.refuse_if(manifest.other_than(manifest.made_of | made_of | {"target": target}), directory)
+def is_own(number: int) -> bool:
+    """Whether this process of a capture writes shard `number`."""
+    return number % world_size() == rank()
+
+
+def missing_shards(job: Job, manifest: StoreManifest) -> list[int]:
+    return [number for number in range(len(job.shards)) if number not in manifest.shards]
 
 
 def rows_to_make(job: Job, manifest: StoreManifest) -> list[TrainingRow]:
@@ -187,19 +190,15 @@ def rows_to_make(job: Job, manifest: StoreManifest) -> list[TrainingRow]:
 
 
 def needs_target(job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None) -> bool:
-    """Whether the missing files cannot be made from written rows alone."""
+    """Whether files are missing that cannot be made from written rows alone."""
     rows = rows_to_make(job, manifest)
-    return (
+    return (not manifest.files or bool(rows)) and (
         written is None
         or written.manifest is None
         or not (manifest.files or target_is_whole(directory, written.manifest, verify=False))
         or any(row not in written for row in rows)
         or picture_bytes(rows, job.shape.hidden_size, job.itemsize, directory) > 0
     )
-
-
-def missing_shards(job: Job, manifest: StoreManifest) -> list[int]:
-    return [number for number in range(len(job.shards)) if number not in manifest.shards]
 
 
 # Sizes.
@@ -244,7 +243,8 @@ def plan_capture(
         plan.line("done", store_summary(manifest))
     if written is not None and (left := rows_to_make(job, manifest)):
         there = sum(row in written for row in left)
-        plan.line("written", f"{there:,} of {len(left):,} rows with their answers; the target runs for the others")
+        text = f"{there:,} of {len(left):,} rows with their answers"
+        plan.line("written", text + "; the target runs for the others" * (there < len(left)))
     plan.writes(directory)
 
 
@@ -260,7 +260,7 @@ def check_room(job: Job, manifest: StoreManifest, directory: Path, written: Writ
     if left > free:
         raise UserError(
             f"data.states: {gigabytes(left)} are still to be written to {directory}, and {gigabytes(free)} are free "
-            "there: make room, name another folder, or take data.capture.dtype=int8 or a smaller data.max_length"
+            "there: make room, name another folder, or take data.capture.dtype=fp8 or a smaller data.max_length"
         )
 
 

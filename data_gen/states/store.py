@@ -1,12 +1,13 @@
 """The target's hidden states on disk. The target runs once, and any number of drafters train on the store.
 
-    manifest.json               target, rows and dtype of the store; size, sha256 and counts of every file
+    manifest.json               target, rows and dtype of the store (`data_gen.states.manifest`)
     target/                     the target's embeddings and head (`data_gen.states.stored_target`), config, tokenizer
     pictures/                   input embeddings of the rows' pictures (`data_gen.states.stored_pictures`)
     written/                    rows from `draftsmith regenerate` that are in no shard yet (`data_gen.states.written`)
+    shard-00000.json            size, sha256 and counts of a shard
     shard-00000.safetensors     rows, one after another:
         captured        [N, S, H]   the states that the drafter reads, of all tokens that it reads
-        captured_scale  [N, S]      float32, only for int8 and fp8: a state is values * scale
+        captured_scale  [N, S]      float32, only for fp8: a state is values * scale
         last            [M, H]      the last states of teacher positions. `last` and `last_scale` are absent if the
         last_scale      [M]         drafter reads the last state, because `captured` holds it then
         ids             [N] int32   these tokens
@@ -42,7 +43,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -50,11 +51,14 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.data_gen.states.shards import Manifest, check_counts, file_problem, write_shard
+from draftsmith.data_gen.states.manifest import StoreManifest, entry_path, file_problem, shard_path
 from draftsmith.models.target_columns import columns_of_picture
-from draftsmith.recipes.errors import UserError, first_line, short
+from draftsmith.recipes.errors import UserError, first_line
+from draftsmith.recipes.files.atomic import atomic_path, atomic_write
+from draftsmith.recipes.files.digest import file_digest
 
 T = TypeVar("T")
 KEY_BYTES = 16
@@ -81,10 +85,7 @@ class Encoding:
             return states.to(self.dtype), None
         exact = states.float()
         scale = exact.abs().amax(-1) / self.largest
-        values = exact / torch.where(scale > 0, scale, 1.0)[..., None]
-        if not self.dtype.is_floating_point:
-            values = values.nan_to_num(0.0).round()
-        return values.to(self.dtype), scale
+        return (exact / torch.where(scale > 0, scale, 1.0)[..., None]).to(self.dtype), scale
 
     def decode(self, values: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         return values.to(dtype) if scales is None else (values.float() * scales[..., None]).to(dtype)
@@ -93,7 +94,6 @@ class Encoding:
 ENCODINGS = {
     "bfloat16": Encoding(torch.bfloat16),
     "float32": Encoding(torch.float32),
-    "int8": Encoding(torch.int8, 127.0),
     "fp8": Encoding(torch.float8_e4m3fn, 448.0),
 }
 
@@ -264,12 +264,16 @@ class ShardBuffer:
             part = tensor.cpu()
             starts = self.taught_starts if name.startswith("last") else self.starts
             self.tensors[name][starts[index] : starts[index + 1]] = part
-            shows = self.shape.encoding.largest is None or name.endswith("_scale")  # whether it shows NaN and inf
-            if shows and not bool(part.isfinite().all()):
+            scale = encoded.get(f"{name}_scale", part)  # fp8 has no inf; its scale shows it
+            if not bool(scale.isfinite().all()):
                 self.nonfinite.add(index)
 
-    def write(self, directory: Path, number: int) -> dict[str, Any]:
-        """Writes shard `number` and returns its manifest entry."""
+    def write(self, directory: Path, number: int, made_of: str) -> None:
+        """Writes shard `number`, then its entry.
+
+        Args:
+            made_of: the manifest's `digest`.
+        """
         ids = [stored_ids(row, self.shape.picture_states) for row in self.rows]
         spans = [(index, start, end) for index, row in enumerate(self.rows) for start, end in row.spans]
         keys = b"".join(map(key_of, self.rows))
@@ -279,61 +283,21 @@ class ShardBuffer:
             "spans": torch.tensor(spans),
             "key": torch.frombuffer(bytearray(keys), dtype=torch.uint8).view(-1, KEY_BYTES),
         }
-        facts = {
+        path = shard_path(directory, number)
+        with atomic_path(path) as partial:
+            save_file(tensors, partial)
+        entry = {
+            "file": path.name,
+            "bytes": path.stat().st_size,
+            "sha256": file_digest(path),
+            "made_of": made_of,
             "keys_sha256": hashlib.sha256(keys).hexdigest(),
             "rows": len(self.rows),
             "tokens": self.starts[-1],
             "teacher_tokens": self.taught_starts[-1],
             "nonfinite_rows": len(self.nonfinite),
         }
-        return write_shard(directory, number, tensors, facts)
-
-
-# The manifest.
-
-
-@dataclass
-class StoreManifest(Manifest):
-    """A store's manifest.
-
-    Args:
-        files: size and sha256 of each file in target/.
-    """
-
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    KIND, OF = "hidden_states", "of_shards"
-    COUNTS = ("rows", "tokens", "teacher_tokens", "nonfinite_rows", "bytes")
-    KEY, COMMAND, VERB, DONE = "data.states", "capture", "capture", "captured"
-
-    @property
-    def complete(self) -> bool:
-        return len(self.shards) == self.of
-
-    def _facts(self) -> dict[str, Any]:
-        size = self.total("bytes") + sum(each["bytes"] for each in self.files.values())
-        return {"bytes": size, "complete": self.complete, "target_files": self.files}
-
-    def _check(self, fields: dict[str, Any]) -> None:
-        if any(number >= self.of or type(shard["keys_sha256"]) is not str for number, shard in self.shards.items()):
-            raise ValueError(f"it has {self.of} shards, each with keys_sha256")
-        for name, file in fields["target_files"].items():
-            check_counts(name, file, ("bytes",))
-            if Path(name).name != name or type(file["sha256"]) is not str:
-                raise ValueError(f"{name!r} is no file of it")
-        self.files, made_of = fields["target_files"], self.made_of
-        if not {"target", "dtype", "capture_layers", "rows"} <= made_of.keys() or made_of["dtype"] not in ENCODINGS:
-            raise ValueError(f"made_of is {short(made_of)}")
-        layers = made_of["capture_layers"]
-        if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-            raise ValueError(f"capture_layers are {short(layers)}, not a list of whole numbers")
-        pictures = made_of.setdefault("picture_states", True)  # absent in older stores
-        if type(pictures) is not bool:
-            raise ValueError(f"picture_states is {short(pictures)}, neither true nor false")
-
-    def other_than(self, wanted: dict[str, Any]) -> list[str]:
-        """Differences from what is asked for. The target's place and name may differ."""
-        return self.differences(wanted, but=("target.model", "target.revision"))
+        atomic_write(entry_path(directory, number), json.dumps(entry) + "\n")
 
 
 # Reading.

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from draftsmith.data_gen.states.shards import file_problem
-from draftsmith.data_gen.states.store import REPAIR, Store, StoreManifest
+from draftsmith.data_gen.states.manifest import StoreManifest, file_problem
+from draftsmith.data_gen.states.store import REPAIR, Store
 from draftsmith.data_gen.states.stored_pictures import stored_picture
 from draftsmith.models.chat import load_config, load_generation_config, processor_template
 from draftsmith.models.picture_prompts import PictureProcessor

@@ -36,6 +36,7 @@ from draftsmith.models.formats.named_drafters import with_measured_drafters
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import Target
 from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
@@ -59,11 +60,14 @@ def main(command: Command) -> None:
         most = section.nodes * (tokens - len(answers))  # one tree for every token except the first
         if section.max_rows is not None:
             most = min(most, section.max_rows + section.nodes * max(len(answer.tokens) for answer in answers))
-        print(f"drafted by   {contender.model}, {section.nodes:,} nodes a tree")
-        print(f"answers      {len(answers):,} recorded in {recording.path}, {tokens:,} tokens")
-        print(f"rows         at most {most:,}; divided by tau if a round takes tau tokens")
-        print(f"memory       {gigabytes(2 * most * ROW_BYTES)} at most for the rows; labels.max_rows bounds them")
-        print(f"writes       {path}")
+        plan = PlanLines()
+        plan.line("drafted by", f"{contender.model}, {section.nodes:,} nodes a tree")
+        plan.line("answers", f"{len(answers):,} recorded in {recording.path}, {tokens:,} tokens", "counted")
+        plan.line("rows", f"at most {most:,}; divided by tau if a round takes tau tokens", "exact")
+        plan.line(
+            "memory", f"{gigabytes(2 * most * ROW_BYTES)} at most for the rows; labels.max_rows bounds them", "exact"
+        )
+        plan.writes(path)
         return
     with alone_in(path.parent), errors_naming("labels.answers"):
         lineup = Lineup(recipe.target)

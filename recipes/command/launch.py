@@ -8,7 +8,8 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import psutil
@@ -31,6 +32,11 @@ WAITING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
 def rank() -> int:
     """This process's number in the launch; 0 if no launcher started it."""
     return _first_number(RANK, 0)
+
+
+def local_rank() -> int:
+    """This process's number on its machine."""
+    return _first_number(LOCAL_RANK, 0)
 
 
 def world_size() -> int:
@@ -95,10 +101,22 @@ def refuse_launch(problem: str) -> NoReturn:
 
     The others wait for the launcher to end them. If one exited first, the launcher would end the reporting one.
     """
-    if _first_number(LOCAL_RANK, 0) > 0:
+    if local_rank() > 0:
         time.sleep(ENDED_BY_LAUNCHER_SECONDS)
         sys.exit(2)
     raise UserError(problem)
+
+
+@contextmanager
+def first_one_reports() -> Iterator[None]:
+    """Lets the first process on each machine report a UserError that others raise as well: these wait for the launcher
+    to end them, and report only if it does not."""
+    try:
+        yield
+    except UserError:
+        if local_rank() > 0:
+            time.sleep(ENDED_BY_LAUNCHER_SECONDS)
+        raise
 
 
 def let_waiting_threads_sleep() -> None:

@@ -43,7 +43,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 def clear_partial_files(directory: Path) -> None:
     """Removes files that a kill left half-written in a folder. Its writer holds the folder's lock."""
-    for pattern in ("*.partial", ".tmp*", "*.tmp"):  # of `atomic_path`, of safetensors, of older versions
+    for pattern in ("*.partial", ".tmp*"):  # of `atomic_path`, of safetensors
         for leftover in directory.glob(pattern):
             if leftover.is_file():
                 leftover.unlink()

@@ -12,6 +12,7 @@ from draftsmith.data_gen.trees.labelled_trees import Trees
 from draftsmith.models.c2t import C2tClassifier, C2tConfig, read_c2t_config
 from draftsmith.models.checkpoint import provenance
 from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.loader import dump_recipe, output_problem
@@ -27,11 +28,12 @@ def main(command: Command) -> None:
     if command.plan:
         train_on, kept_out = split(trees, section)
         steps = section.epochs * len(epoch_batches(train_on.accepted, section, 1))
-        print(f"reads        {recipe.classifier_rows_path}")
-        print(f"trees        {len(train_on.sizes):,} to train on, {len(kept_out.sizes):,} for validation")
-        print(f"steps        {steps:,} of {section.batch_size:,} rows, learning rate {rate_of(section):g}")
-        print(f"begins with  {section.init_from or 'random weights'}")
-        print(f"writes       {out}")
+        plan = PlanLines()
+        plan.line("reads", str(recipe.classifier_rows_path))
+        plan.line("trees", f"{len(train_on.sizes):,} to train on, {len(kept_out.sizes):,} for validation", "counted")
+        plan.line("steps", f"{steps:,} of {section.batch_size:,} rows, learning rate {rate_of(section):g}", "exact")
+        plan.line("begins with", section.init_from or "random weights")
+        plan.writes(out)
         return
     classifier, metrics, best = train_classifier(section, trees, start)
     made_by = provenance({"rows": recipe.classifier_rows_path}) | {"init_from": section.init_from}

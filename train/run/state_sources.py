@@ -242,9 +242,5 @@ def store_of(
 
 def store_identity(store: Store | None) -> dict[str, Any] | None:
     """The parts of a store's manifest that a resumed run must find unchanged: they decide values and reading order."""
-    names = ("dtype", "capture_layers", "rows", "computed_in", "shard_megabytes", "batch_tokens")
-    if store is None:
-        return None
-    identity = {name: store.manifest.made_of.get(name) for name in names}
-    # Runs that began with an older version have no such key.
-    return identity if store.picture_states else identity | {"picture_states": False}
+    names = ("dtype", "capture_layers", "picture_states", "rows", "computed_in", "shard_megabytes", "batch_tokens")
+    return None if store is None else {name: store.manifest.made_of[name] for name in names}
