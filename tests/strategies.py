@@ -55,7 +55,11 @@ def for_all(examples: int, **drawn: st.SearchStrategy) -> Callable[[Callable[...
 
     def run(check: Callable[..., None]) -> None:
         form = settings(
-            max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
         )
         form(given(**drawn)(check))()
 

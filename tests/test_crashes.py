@@ -1,7 +1,7 @@
 """Killed at any moment, nothing is lost, nothing is twice, and the losses are the same.
 
-Every state that a kill could leave of regeneration, and of training's checkpoints, is enumerated in this process. A few
-runs of each are killed for real, at drawn moments of the clock.
+Every state that a kill could leave of regeneration and of training is enumerated in this process. A few runs of each
+are killed for real.
 """
 
 import functools
@@ -11,7 +11,7 @@ import re
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,25 +28,15 @@ from draftsmith.recipes.files.atomic import written
 from draftsmith.train import eagle3
 from draftsmith.train.run.checkpoints import list_checkpoints, settle
 from tests.conftest import make_target, make_tokenizer
-from tests.crash import CAN_FORK, CrashLab, Ending
+from tests.crash import run_script, signalled_when
 from tests.crash_states import State, full_disk, restore, state_of, synced_before_renamed, watched
 from tests.store_cases import SMALL_SHARDS, assert_same_store
 from tests.training_runs import metrics, run_main, to_train
 
-needs_fork = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
-
-BEHIND_SCRIPTS = ("draftsmith.data_gen.answers.regeneration", "draftsmith.train.run.trainer")  # they import slowly
-TRAIN = "draftsmith.train.eagle3"
 KILLS = 5
 CONVERSATIONS = 6
 STEPS = 6
 CAPTURE_LAYERS = [0, 1, 2]
-
-
-@pytest.fixture(scope="module")
-def lab() -> Iterator[CrashLab]:
-    with CrashLab([*BEHIND_SCRIPTS, "transformers.models.llama.modeling_llama"]) as lab:
-        yield lab
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +83,18 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def kill_again_and_again(run: Callable[..., Ending], whole_seconds: float) -> None:
-    """Starts `run` again and again, each killed at a drawn moment, and then lets one end."""
-    chance = random.Random(0)
+def kill_again_and_again(script: str, recipe: Path, output: Path, lines: Callable[[], int]) -> None:
+    """Runs that are killed soon after they begin, and then later and later, until the last is left alone."""
+    chance, argv = random.Random(0), [str(recipe), f"output_dir={output}"]
     for _ in range(KILLS):
-        ending = run(kill_after=chance.random() * whole_seconds)
+        least = lines()
+        ending = run_script(script, argv, kill_when=lambda: lines() > least, kill_after=chance.random() / 10)  # noqa: B023
         assert ending.status in (0, -signal.SIGKILL), ending.output
-    assert run().status == 0
+    assert run_script(script, argv).status == 0
+
+
+def lines_in(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 # Regeneration.
@@ -126,7 +121,7 @@ def regenerate_in(recipe: Path, output: Path, with_states: bool) -> None:
     run_main(regenerate, recipe, f"output_dir={output}", *states)
 
 
-EVERY = [7, pytest.param(1, marks=pytest.mark.slow)]  # how many of the states a test goes on from
+EVERY = [7, pytest.param(1, marks=pytest.mark.slow)]  # a test goes on from each n-th of the states
 
 
 @dataclass
@@ -187,15 +182,12 @@ def test_a_full_disk_is_one_message_and_loses_nothing(
     check_regenerated(output, whole.output, with_states)
 
 
-@needs_fork
 @pytest.mark.slow
 def test_kills_of_regeneration_lose_and_repeat_nothing(
-    lab: CrashLab, recipe: Path, whole_regeneration: Callable[[bool], Whole], tmp_path: Path
+    recipe: Path, whole_regeneration: Callable[[bool], Whole], tmp_path: Path
 ) -> None:
-    def run(**how: Any) -> Ending:
-        return lab.run("draftsmith.data_gen.regenerate", [str(recipe), f"output_dir={tmp_path}"], **how)
-
-    kill_again_and_again(run, whole_seconds=2)
+    written = tmp_path / "conversations.jsonl"
+    kill_again_and_again("data_gen/regenerate.py", recipe, tmp_path, lambda: lines_in(written))
     check_regenerated(tmp_path, whole_regeneration(False).output)
 
 
@@ -335,40 +327,30 @@ def test_a_full_disk_keeps_the_checkpoints_that_there_are(
     check_trained(output, whole_training.output)
 
 
-@needs_fork
 @pytest.mark.slow
-def test_kills_of_training_give_the_same_losses(
-    lab: CrashLab, recipe: Path, whole_training: Whole, tmp_path: Path
-) -> None:
+def test_kills_of_training_give_the_same_losses(recipe: Path, whole_training: Whole, tmp_path: Path) -> None:
     output = to_train(tmp_path)
-
-    def run(**how: Any) -> Ending:
-        return lab.run(TRAIN, [str(recipe), f"output_dir={output}"], **how)
-
-    kill_again_and_again(run, whole_seconds=2)
+    kill_again_and_again("train/eagle3.py", recipe, output, lambda: lines_in(output / "metrics.jsonl"))
     check_trained(output, whole_training.output)
 
 
-def logged(output: Path, lines: int) -> Callable[[], bool]:
-    path = output / "metrics.jsonl"
-    return lambda: path.exists() and path.read_bytes().count(b"\n") >= lines
+def test_sigterm_saves_and_ctrl_c_says_where_it_goes_on(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def logged(lines: int) -> Callable[[], bool]:
+        return lambda: lines_in(output / "metrics.jsonl") >= lines
 
-
-@needs_fork
-def test_sigterm_saves_and_ctrl_c_ends_without_a_traceback(lab: CrashLab, recipe: Path, tmp_path: Path) -> None:
-    long, run = "train.max_steps=40", to_train(tmp_path / "run")
-    arguments = [str(recipe), long, f"output_dir={run}"]
-    ending = lab.run(TRAIN, arguments, kill_when=logged(run, 2), kill_with=signal.SIGTERM)
-    assert ending.status == 0 and "Traceback" not in ending.output, ending.output
-    stopped = re.search(r"SIGTERM: stopped after step (\d+), which is saved", ending.output)
-    last = list_checkpoints(run / "checkpoints")[-1]
-    assert stopped and last.name == f"step-{int(stopped[1]):08d}" and not (run / "drafter").exists()
-    ending = lab.run(TRAIN, arguments, kill_when=logged(run, 12), kill_with=signal.SIGINT)
-    assert ending.status == 130 and "Traceback" not in ending.output, ending.output
-    said = re.search(r"^interrupted after step (\d+); the same command resumes from step (\d+) \(", ending.output, re.M)
-    last = list_checkpoints(run / "checkpoints")[-1]
-    assert said and last.name == f"step-{int(said[2]):08d}" and f"({last})" in ending.output
-    train_in(recipe, run, long)
+    output, long = to_train(tmp_path / "run"), "train.max_steps=24"
+    checkpoints = output / "checkpoints"
+    with signalled_when(logged(1), signal.SIGTERM):
+        train_in(recipe, output, long)
+    stopped = re.search(r"SIGTERM: stopped after step (\d+), which is saved", capsys.readouterr().out)
+    assert stopped and list_checkpoints(checkpoints)[-1].name == f"step-{int(stopped[1]):08d}"
+    assert not (output / "drafter").exists()
+    said = rf"interrupted after step \d+; the same command resumes from step \d+ \({checkpoints}"
+    with pytest.raises(KeyboardInterrupt, match=said), signalled_when(logged(6), signal.SIGINT):
+        train_in(recipe, output, long)
+    train_in(recipe, output, long)
     whole = to_train(tmp_path / "whole")
     train_in(recipe, whole, long)
-    check_trained(run, whole)
+    check_trained(output, whole)

@@ -103,9 +103,7 @@ def test_damaged_arrays(tmp_path: Path, examples: int) -> None:
     """In an array the lines behind malformed JSON cannot be told apart; what was read before them is kept."""
     path, rejects_path = tmp_path / "p.json", tmp_path / "rejects.jsonl"
 
-    @for_all(
-        examples, lines=st.lists(damaged_lines(), max_size=3), end=st.sampled_from([b"]", b"", b"]\n]", b",]"])
-    )
+    @for_all(examples, lines=st.lists(damaged_lines(), max_size=3), end=st.sampled_from([b"]", b"", b"]\n]", b",]"]))
     def check(lines: list[bytes], end: bytes) -> None:
         path.write_bytes(b"[" + b",\n".join([json.dumps(FIRST).encode(), *lines]) + end)
         rejects_path.unlink(missing_ok=True)
