@@ -15,9 +15,7 @@ import base64
 import hashlib
 import json
 import re
-import socket
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +23,8 @@ import yaml
 from werkzeug import Request, Response
 from werkzeug.exceptions import HTTPException
 from werkzeug.routing import Map, Rule
-from werkzeug.serving import WSGIRequestHandler, make_server
+
+from tests.loopback import Loopback, cut
 
 ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n*.bin filter=lfs diff=lfs merge=lfs -text\n"
 Files = dict[str, bytes]
@@ -123,16 +122,16 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-class HubServer:
+class HubServer(Loopback):
     """The server and all that it holds; a test reads and changes it directly."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.repos: dict[str, Repo] = {}
         self.users: dict[str, tuple[str, bool]] = {}  # token -> (name, may write)
         self.stored: Files = {}  # LFS content by sha256
         self.asked: list[Asked] = []
         self.faults: list[Fault] = []
-        self.lock = threading.RLock()
         routes: list[tuple[str, str, Callable[..., Response]]] = [
             ("POST", "/api/repos/create", self._create),
             ("POST", "/api/validate-yaml", self._validate),
@@ -148,16 +147,6 @@ class HubServer:
             ("GET", "/<owner>/<repo>/resolve/<revision>/<path:path>", self._resolve),
         ]
         self.routes = Map([Rule(path, methods=[method], endpoint=route) for method, path, route in routes])
-        self.http = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=_Quiet)
-        self.url = f"http://127.0.0.1:{self.http.port}"
-
-    def __enter__(self) -> "HubServer":
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.http.shutdown()
-        self.http.server_close()
 
     def add_repo(self, name: str, files: Files, private: bool = False, gated: bool = False) -> Repo:
         """A repository with one commit of its own, or with none if there are no files."""
@@ -173,30 +162,31 @@ class HubServer:
 
     # Requests.
 
-    def _serve(self, environ: Any, start: Any) -> Iterable[bytes]:
-        request = Request(environ)
+    def answer(self, request: Request) -> Response:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ") or None
         asked = Asked(request.method, request.path, token, request.get_data())
         with self.lock:
             self.asked.append(asked)
-            fault = next((f for f in self.faults if f.times and f.method == asked.method
-                          and re.search(f.path, asked.path)), None)  # fmt: skip
+            matching = (
+                f for f in self.faults if f.times and f.method == asked.method and re.search(f.path, asked.path)
+            )
+            fault = next(matching, None)
             if fault is not None:
                 fault.times -= 1
                 if fault.meanwhile is not None:
                     fault.meanwhile()
                     fault = None
-            reply = answer({}) if fault and not fault.after else self._reply(asked, environ)
+            reply = answer({}) if fault and not fault.after else self._reply(asked, request)
         if fault is not None and fault.status is not None:
             reply = Refused(fault.status, fault.error).answer
             reply.headers.update(fault.headers)
         elif fault is not None:
-            reply.response = _cut(environ["werkzeug.socket"], reply.get_data()[: fault.sent])
-        return reply.make_conditional(request, accept_ranges=True, complete_length=reply.content_length)(environ, start)
+            reply = cut(request, reply, fault.sent)
+        return reply.make_conditional(request, accept_ranges=True, complete_length=reply.content_length)
 
-    def _reply(self, asked: Asked, environ: Any) -> Response:
+    def _reply(self, asked: Asked, request: Request) -> Response:
         try:
-            route, values = self.routes.bind_to_environ(environ).match()
+            route, values = self.routes.bind_to_environ(request.environ).match()
             return route(asked, **values)
         except Refused as error:
             return error.answer
@@ -334,14 +324,3 @@ def _entries(commit: Commit) -> list[dict[str, Any]]:
         entry = {"type": "file", "path": path, "size": len(content), "oid": oid_of(path, content)}
         entries.append(entry | ({"lfs": lfs} if is_lfs(path) else {}))
     return entries
-
-
-def _cut(connection: socket.socket, sent: bytes) -> Iterator[bytes]:
-    if sent:
-        yield sent
-    connection.shutdown(socket.SHUT_RDWR)
-
-
-class _Quiet(WSGIRequestHandler):
-    def log(self, type: str, message: str, *args: Any) -> None:
-        pass

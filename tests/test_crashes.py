@@ -171,7 +171,7 @@ def test_a_full_disk_is_one_message_and_loses_nothing(
     with_states = full == "states/written"
     whole, output = whole_regeneration(with_states), tmp_path / "out"
     if with_states:  # the target's files are there, which are larger than the limit
-        restore(next(state for state in whole.states if "states/target/head.safetensors" in state), output)
+        restore(next(state for state in whole.states if "states/written/manifest.json" in state), output)
     with pytest.raises(UserError, match=r"cannot be written.*File too large.*make room") as end, full_disk(limit):
         regenerate_in(recipe, output, with_states)
     assert len(end.value.problems) == 1 and str(output / full) in end.value.problems[0]
