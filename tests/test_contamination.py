@@ -211,7 +211,7 @@ def test_a_resumed_training_keeps_its_rows(tmp_path: Path, target_dir: Path) -> 
     train(path, "train.max_steps=1")
     train(path, "train.max_steps=2")
     bench.write_text(grown)
-    with pytest.raises(UserError, match="rows: the checkpoint has .*, this run has "):
+    with pytest.raises(UserError, match=r"rows: the checkpoint has .*, this run has "):
         train(path, "train.max_steps=3")
 
 
@@ -237,10 +237,9 @@ def test_evaluation_prompts_that_cannot_be_read(
     own = write_training(tmp_path / "own.jsonl")
     conversations = list(read_conversations(own, Rejects()))
     sources = ["mt_bench", str(tmp_path / "gone.jsonl"), str(tmp_path / "bench.jsonl")]
+    evaluation = {"eval": EvalSection(prompts=sources)}
     listing, removing = (
-        recipe_of(tmp_path, target_dir, action, conversations=own).model_copy(
-            update={"eval": EvalSection(prompts=sources)}
-        )
+        recipe_of(tmp_path, target_dir, action, conversations=own).model_copy(update=evaluation)
         for action in ("list", "remove")
     )
     assert len(screen(listing, conversations, Rejects())) == 6
