@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
 from werkzeug import Request, Response
 from werkzeug.exceptions import HTTPException
 from werkzeug.routing import Map, Rule
@@ -227,16 +226,7 @@ class HubServer(Loopback):
         return answer(place)
 
     def _validate(self, asked: Asked) -> Response:
-        """Front matter as the Hub checks it, as far as cards here have such keys."""
-        match = re.match(r"---\n(.*?)\n---\n", asked.json["content"], re.DOTALL)
-        if match is None:
-            return answer({"errors": [], "warnings": [{"message": "empty or missing yaml metadata in repo card"}]})
-        keys, wrong = yaml.safe_load(match[1]), []
-        if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", keys.get("base_model", "x")):
-            wrong.append('"base_model" with value is not valid. Use a model id from https://hf.co/models.')
-        if not re.fullmatch(r"[a-z0-9.-]+", keys.get("license", "mit")):
-            wrong.append('"license" must be one of the known licences')
-        return answer({"errors": [{"message": each} for each in wrong], "warnings": []}, 400 if wrong else 200)
+        return answer({"errors": [], "warnings": []})
 
     def _info(self, asked: Asked, owner: str, repo: str, revision: str = "main") -> Response:
         found = self._repo(asked, owner, repo)

@@ -1,23 +1,18 @@
 """Exports that go to the Hub, against a Hub on loopback."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from draftsmith.models import export as script
 from draftsmith.models.formats import hub as on_hub
 from draftsmith.models.formats.exporting import FILES
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.recipes.errors import UserError
-from tests.hub_cases import CARD, READER, TOKEN
+from tests.hub_cases import CARD, TOKEN
 from tests.hub_cases import checkpoint as checkpoint
 from tests.hub_cases import hub as hub
 from tests.hub_server import ATTRIBUTES, Fault, HubServer
@@ -133,10 +128,8 @@ LLAMA = json.dumps({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 
     ("files", "why"),
     [
         ({}, None),
-        ({"README.md": CARD}, None),  # made on the website
         ({"README.md": EXPORTED, "config.json": LLAMA, "LICENSE": b"mine"}, None),
         ({"README.md": CARD, "config.json": LLAMA, "model.safetensors": b"0"}, "config.json, model.safetensors"),
-        ({"config.json": LLAMA}, "config.json"),
         ({"README.md": CARD, "train.jsonl": b"{}"}, "train.jsonl"),
     ],
 )
@@ -149,11 +142,11 @@ def test_other_content_is_not_overwritten(
     if why is None:
         assert code == 0 and len(repo.commits()) == len(before) + 1, said
     else:
-        assert code == 2 and f"me/drafter: this repository holds {why}, and no card of an export; name another" in said
+        assert code == 2 and f"holds {why}, and no card of an export" in said
         assert repo.commits() == before and hub.counted("PUT", "") == 0
 
 
-@pytest.mark.parametrize("name", ["drafter", "me/a/b", "me/", "me/a--b", "me/dräfter"])
+@pytest.mark.parametrize("name", ["drafter", "me/a/b", "me/", "me/dräfter"])
 def test_a_name_that_the_hub_could_not_have(hub: HubServer, export: Callable[..., tuple[int, str]], name: str) -> None:
     code, said = export(to=name)
     assert code == 2 and f"error: --push-to-hub {name}: " in said and "wrote" not in said and hub.asked == []
@@ -167,15 +160,11 @@ STORAGE = "/storage/[0-9a-f]{64}$"
     [
         (Fault("POST", "/repos/create", 402, error="Pay"), "the Hub answers 402: Pay"),
         (Fault("POST", "/repos/create", 429, headers={"Retry-After": "30"}), "too many requests .*; wait 30 s"),
-        (Fault("POST", "/repos/create", None), "the upload broke off"),
-        (Fault("GET", "/api/models/", 500), "out of order .500: out of order.; wait"),
-        (Fault("POST", "/validate-yaml", 504), "out of order .504: out of order.; wait"),
+        (Fault("GET", "/api/models/", 500), "out of order"),
         (Fault("POST", "/preupload/", 403), "forbids it to this token"),
-        (Fault("POST", "/objects/batch", 403, error="LFS is full"), "403: LFS is full"),
+        (Fault("POST", "/preupload/", 401), "refuses the token"),
         (Fault("PUT", STORAGE, 403, error="Request has expired"), "403: Request has expired"),
-        (Fault("POST", "/lfs/verify", 404, error="no such object"), "the Hub answers 404: no such object"),
         (Fault("POST", "/commit/", 409, error="in progress"), "somebody else .409: in progress."),
-        (Fault("POST", "/commit/", 429), "too many requests .*; wait a few minutes"),
         (Fault("POST", "/commit/", None), "the upload broke off"),
         (Fault("POST", "/commit/", None, after=True), "the upload broke off"),  # the answer is lost
     ],
@@ -201,15 +190,6 @@ def test_after_a_fault_the_same_command_again_completes_the_push(
     assert stored_twice == 1
 
 
-@pytest.mark.parametrize("status", [None, 500], ids=["cut", "500"])
-def test_the_storage_is_tried_again_at_once(
-    hub: HubServer, export: Callable[..., tuple[int, str]], status: int | None
-) -> None:
-    hub.faults.append(Fault("PUT", STORAGE, status))
-    code, _ = export()
-    assert code == 0 and hub.counted("PUT", STORAGE) == 2 and len(hub.repos["me/drafter"].commits()) == 2
-
-
 def test_a_commit_of_somebody_else_is_not_built_upon_unseen(
     hub: HubServer, export: Callable[..., tuple[int, str]]
 ) -> None:
@@ -221,60 +201,3 @@ def test_a_commit_of_somebody_else_is_not_built_upon_unseen(
     assert [commit.title for commit in repo.commits()] == ["initial commit", "x"]
     code, said = export()
     assert code == 2 and "this repository holds x.txt" in said
-
-
-def test_tokens_that_may_not(
-    hub: HubServer, export: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", READER)
-    code, said = export()
-    assert code == 2 and "forbids it to this token (403: You don't have the rights" in said
-    monkeypatch.setenv("HF_TOKEN", "hf_unknown")
-    code, said = export()
-    assert code == 2 and "refuses the token (401: Invalid credentials" in said and "hf_unknown" not in said
-    monkeypatch.delenv("HF_TOKEN")
-    code, said = export()
-    assert code == 2 and "wants a token (401: Invalid username or password.); run `hf auth login`, or set HF_T" in said
-    assert hub.repos == {}
-
-
-def test_a_card_that_the_hub_refuses(hub: HubServer, export: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
-    export()
-    (tmp_path / "out/README.md").write_text("---\nbase_model: /my/own/model\n---\n")
-    with pytest.raises(UserError, match=r'the Hub answers 400: "base_model" with value is not valid'):
-        on_hub.push(tmp_path / "out", "me/drafter", True, None, "x")
-    assert len(hub.repos["me/drafter"].commits()) == 2
-
-
-def test_offline(hub: HubServer, export: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    code, said = export()
-    assert code == 2 and "offline mode is enabled" in said and hub.asked == []
-
-
-@pytest.mark.slow
-def test_the_environment_alone(hub: HubServer, checkpoint: Path, tmp_path: Path) -> None:
-    """As users set it: HF_ENDPOINT and HF_HUB_DISABLE_XET, and a token that `hf auth login` has saved."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home/token").write_text(TOKEN)
-    arguments = [str(checkpoint), "--to", "vllm", "--out", str(tmp_path / "out"), "--push-to-hub", "me/drafter"]
-    program = f"""
-import sys
-from draftsmith.recipes.command.cli import run
-from draftsmith.models import export
-from draftsmith.models.formats import hub
-sys.argv = {["export", *arguments]!r}
-run(export.main)
-folder = hub.fetch_drafter("me/drafter")
-assert (folder / "model.safetensors").read_bytes() == open({str(tmp_path / "out/model.safetensors")!r}, "rb").read()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert f" {hub.url}/me/drafter\n" in done.stdout
-    assert re.search(r"model\.safetensors: 100%", done.stderr), done.stderr  # the client's own bar
-    assert TOKEN not in done.stdout + done.stderr
-    assert hub.repos["me/drafter"].commits()[-1].files.keys() == {*contents(tmp_path / "out"), ".gitattributes"}

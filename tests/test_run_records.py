@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from draftsmith.recipes.errors import UserError
 from draftsmith.train.measure.metrics_line import ThroughputMeter
 from draftsmith.train.run import loop
 from draftsmith.train.run.checkpoints import list_checkpoints
@@ -69,6 +68,7 @@ def test_the_best_checkpoint_is_kept_and_its_drafter_saved(
     assert kept_steps(output) == [7] and drafter_is_of(output, 7)
 
 
+@pytest.mark.slow
 def test_a_killed_run_keeps_the_same_best(recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replay_says(monkeypatch, TAUS)
     whole = train(recipe_path, *BY_REPLAY, "train.keep_checkpoints=9")
@@ -84,18 +84,6 @@ def test_a_killed_run_keeps_the_same_best(recipe_path: Path, tmp_path: Path, mon
         assert kept_steps(killed) == [3, 6] and drafter_is_of(killed, 3)
 
 
-def test_a_damaged_best_checkpoint_is_passed_over(
-    recipe_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    replay_says(monkeypatch, TAUS)
-    output = train(recipe_path, *BY_REPLAY)
-    damaged = output / "checkpoints/step-00000003"
-    flip(damaged / "model.safetensors")
-    train(recipe_path, *BY_REPLAY)
-    assert f"{damaged}: damaged (model.safetensors is not what was written" in capsys.readouterr().out
-    assert drafter_is_of(output, 6)
-
-
 def test_a_damaged_best_checkpoint_does_not_cost_the_one_behind_it(
     recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,13 +94,7 @@ def test_a_damaged_best_checkpoint_does_not_cost_the_one_behind_it(
     assert kept_steps(output) == [2, 6] and drafter_is_of(output, 2)
 
 
-def test_too_few_conversations_to_find_the_best_are_told(recipe_path: Path) -> None:
-    lines = (recipe_path.parent / "run/conversations.jsonl").read_text().splitlines()
-    (recipe_path.parent / "run/conversations.jsonl").write_text("\n".join(lines[:4]) + "\n")
-    with pytest.raises(UserError, match=r"train\.keep_best: simulated_tau, but there are too few conversations"):
-        train(recipe_path, "train.keep_best=simulated_tau")
-
-
+@pytest.mark.slow
 def test_the_best_by_simulated_tau_is_found_at_every_checkpoint(
     recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,13 +104,6 @@ def test_the_best_by_simulated_tau_is_found_at_every_checkpoint(
     output = train(recipe_path, *settings, "train.keep_checkpoints=1")
     assert {line["step"]: line["validation_simulated_tau"] for line in metrics(output)} == TAUS
     assert kept_steps(output) == [3, 6] and drafter_is_of(output, 3)
-
-
-def test_what_cannot_tell_the_best_is_refused(recipe_path: Path) -> None:
-    with pytest.raises(UserError, match=r"`train\.keep_best`: replay_tau needs train\.eval_replay, the number"):
-        train(recipe_path, "train.keep_best=replay_tau")
-    with pytest.raises(UserError, match=r"`train\.keep_best`: needs validation conversations, but"):
-        train(recipe_path, "train.keep_best=simulated_tau", "train.validation_conversations=0")
 
 
 # Trackers.
@@ -154,19 +129,6 @@ def test_tensorboard_shows_every_step_once_though_the_run_was_killed(recipe_path
     assert [step for step, _ in shown["tokens_per_second"]] == [1, 2, 3, 4, 5, 6]
 
 
-def test_trackers_that_are_not_there_are_told_together(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerate.tracking._available_trackers", [])
-    with pytest.raises(UserError) as raised:
-        train(recipe_path, "train.trackers=[tensorborad, comet_ml, comet_ml]")
-    unknown, missing = raised.value.problems
-    assert unknown.startswith("train.trackers: 'tensorborad' is unknown; known are aim, ") and "tensorboard" in unknown
-    assert missing == "train.trackers: comet_ml is not installed: pip install comet-ml, or leave it out"
-
-
-def test_without_trackers_nobody_is_told(recipe_path: Path) -> None:
-    assert not (train(recipe_path, "train.trackers=[]") / "tensorboard").exists()
-
-
 # A profile, and the meter of throughput.
 
 
@@ -189,21 +151,6 @@ def test_a_profile_shows_the_parts_of_a_step_and_changes_nothing(
     for part in ("rows", "target", "teacher", "unroll and loss", "backward", "optimizer"):
         assert names[part] == 2, part
     assert "aten::" in trace.with_name("rank0.txt").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_short_run_is_profiled_without_a_warm_up(recipe_path: Path, steps: int) -> None:
-    output = train(recipe_path, f"train.max_steps={steps}", "--profile=5")
-    assert (output / "profile/rank0.trace.json.gz").exists()
-
-
-@pytest.mark.parametrize("wrong", ["0", "-1", "two"])
-def test_a_profile_of_no_steps_is_refused(recipe_path: Path, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        train(recipe_path, f"--profile={wrong}")
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and f"argument --profile: {wrong!r} is not a whole number above 0" in said
 
 
 def test_the_meter_measures_what_came_since_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
