@@ -18,7 +18,6 @@ from demos.quality import (
     ImageTarget,
     frechet_distance,
     real_pictures,
-    resampled,
 )
 from tests.training_runs import run_main
 
@@ -37,13 +36,6 @@ def test_splits_share_no_scan():
     sets = [{scan.tobytes() for scans in digit_scans(split).values() for scan in scans} for split in SPLITS]
     assert [len(scans) for scans in sets] == [1617, 180]
     assert not sets[0] & sets[1]
-
-
-def test_every_caption_is_known_words(tokenizer):
-    ids = prompt_ids(tokenizer, list(CAPTIONS))
-    assert ids.shape == (360, 7)
-    assert tokenizer.unk_token_id not in ids
-    assert tokenizer("a violet seven on blue")["input_ids"].count(tokenizer.unk_token_id) == 1
 
 
 def test_answers_are_the_same_as_text_and_as_tokens(tokenizer):
@@ -84,16 +76,6 @@ def test_frechet_distance_of_covariances_that_do_not_commute():
     traces = sum(numpy.trace(numpy.cov(each, rowvar=False)) for each in (a, b))
     expected = ((a.mean(0) - b.mean(0)) ** 2).sum() + traces - 2 * root
     assert frechet_distance(a, b) == pytest.approx(expected)
-
-
-def test_interval_holds_the_value():
-    features = numpy.random.default_rng(2).normal(size=(120, 6))
-    other = numpy.random.default_rng(3).normal(size=(2000, 6))
-    low, high = resampled(lambda drawn: frechet_distance(features[drawn], other), len(features), 300, biased=True)
-    assert low < frechet_distance(features, other) < high
-    low, high = resampled(lambda drawn: (drawn < 30).mean(), 120, 300)  # a share of 1/4
-    deviation = (0.25 * 0.75 / 120) ** 0.5
-    assert low == pytest.approx(0.25 - 1.96 * deviation, abs=0.02) and high == pytest.approx(0.5 - low, abs=0.03)
 
 
 def write_generations(folder: Path, target: ImageTarget, damage: dict[str, int]) -> None:
@@ -137,12 +119,6 @@ def one_step(silent: bool) -> tuple[AutoencoderLearner, torch.Tensor]:
     pixels = pixel_tensor(numpy.stack([picture_at("train", i)[1] for i in range(4)]))
     learner.loss(pixels, quantise=True, revive=0).backward()
     return learner, pixels
-
-
-def test_gradients_pass_the_codes():
-    """The encoder learns from the decoder's error, not from the distance to its codes alone."""
-    spoken, silent = (one_step(silent)[0].autoencoder.encoder.conv_in.weight.grad for silent in (False, True))
-    assert (spoken - silent).norm() > 0.1 * silent.norm() > 0
 
 
 def test_codebook_follows_its_cells():

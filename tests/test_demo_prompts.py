@@ -76,14 +76,6 @@ def test_every_module_is_in_one_split(library: Path) -> None:
             assert first.endswith("\n    return value_0") and "`function` to `function_v2`" in second
 
 
-def test_a_held_out_function_that_a_training_module_has_is_left_out(library: Path) -> None:
-    body = "".join(f"    value_{line} = str({line})\n" for line in range(8))
-    heldout, train = (next(f"m{i}" for i in range(100) if split_of(f"m{i}") == split) for split in ("heldout", "train"))
-    (library / f"{train}.py").write_text(f"def both():\n{body}")
-    (library / f"{heldout}.py").write_text(f"def both():\n    # the same\n{body}\ndef own():\n{body}")
-    assert [each["id"].split("/")[2] for each in stdlib_conversations("heldout")] == ["own"]
-
-
 def test_a_function_of_the_library_is_read_as_it_stands_in_its_file(library: Path) -> None:
     text = '''
 class Queue:

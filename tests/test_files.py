@@ -59,14 +59,15 @@ def test_another_process_is_refused_until_it_is_killed(tmp_path: Path) -> None:
 def test_file_systems_that_cannot_lock_are_passed_over_and_other_errors_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    errors = [*lock.UNSUPPORTED, errno.EACCES]
+
     def fail(_: object) -> None:
-        raise OSError(number, "no")
+        raise OSError(errors.pop(0), "no")
 
     monkeypatch.setattr(lock.FileLock, "acquire", fail)
-    for number in lock.UNSUPPORTED:
+    for _ in lock.UNSUPPORTED:
         with alone_in(tmp_path):
             pass
-    number = errno.EACCES
     with pytest.raises(PermissionError), alone_in(tmp_path):
         pass
 
