@@ -79,7 +79,6 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
     after: bool = False  # the request is carried out, and its answer is lost or replaced
     sent: int = 0  # bytes of the body that leave before a cut
-    meanwhile: Callable[[], object] | None = None  # happens just before; the request is then answered as usual
 
 
 @dataclass(frozen=True)
@@ -172,9 +171,6 @@ class HubServer(Loopback):
             fault = next(matching, None)
             if fault is not None:
                 fault.times -= 1
-                if fault.meanwhile is not None:
-                    fault.meanwhile()
-                    fault = None
             reply = answer({}) if fault and not fault.after else self._reply(asked, request)
         if fault is not None and fault.status is not None:
             reply = Refused(fault.status, fault.error).answer

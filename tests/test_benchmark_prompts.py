@@ -86,15 +86,6 @@ def test_benchmarks_side_by_side(tmp_path: Path) -> None:
     assert [c.meta["benchmark"] for c in read([path, same_stem])] == [path, same_stem]
 
 
-def test_bad_rows_of_a_benchmark_are_rejected_with_their_place(tmp_path: Path) -> None:
-    bad = [{**MT_BENCH, "category": ["x"]}, {**MT_BENCH, "meta": 3}, {**MT_BENCH, "question_id": 1.5}, 3, {"turns": []}]
-    path = copy_of(tmp_path / "q.jsonl", *bad)  # type: ignore[arg-type]
-    rejects = Rejects(tmp_path / "rejects.jsonl")
-    assert [c.meta["category"] for c in read(f"spec_bench:{path}", rejects)] == [["x"]]
-    entries = [json.loads(line) for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
-    assert [(entry["source"], entry["line"]) for entry in entries] == [(f"spec_bench:{path}", n) for n in (2, 3, 4, 5)]
-
-
 # Fetching.
 
 
@@ -143,9 +134,3 @@ def test_a_benchmark_that_cannot_be_fetched_says_what_to_do(name: str, monkeypat
     (problem,) = caught.value.problems
     assert problem.startswith(f"{name}: ") and BENCHMARKS[name].hub_id in problem and "ConnectionError" in problem
     assert f"write {name}:path/to/file.jsonl" in problem and "page more" not in problem
-
-
-@pytest.mark.parametrize("source", ["mt_bench:", "mt_bench:none.jsonl", "mtbench"])
-def test_names_that_lead_nowhere(source: str) -> None:
-    with pytest.raises(UserError, match=f"no such file: {source.removeprefix('mt_bench:')}|spec_bench"):
-        read(source)

@@ -1,17 +1,11 @@
 """Capture of hidden states: damage, disks, several processes, and that nothing is torn."""
 
-import contextlib
 import json
-import os
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import psutil
 import pytest
 import torch
 
@@ -24,14 +18,12 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import load_recipe
 from tests.crash_states import full_disk, restore, watched
-from tests.ranks import run_ranks
 from tests.store_cases import CONVERSATIONS, KINDS, SHARDS, capture, files_of, refusals, rows_of
 from tests.store_cases import copy as copy
 from tests.store_cases import recipe_path as recipe_path
 from tests.store_cases import store as store
 from tests.store_cases import stores as stores
 from tests.test_crashes import EVERY, cut
-from tests.thinning import a_few
 from tests.training_runs import to_train
 
 ROOT = Path(__file__).parent.parent
@@ -195,48 +187,6 @@ def test_two_captures_do_not_write_into_one_folder(recipe_path: Path, copy: Path
     assert files_of(copy) == left
     capture(recipe_path, f"data.states={copy}")
     assert len(files_of(copy)) == len(left) + 1
-
-
-def started(ranks: int, *arguments: str) -> subprocess.Popen:
-    """The launcher of so many processes of capture.py."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    return subprocess.Popen(
-        [sys.executable, *launch, str(ROOT / "data_gen/capture.py"), *arguments],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", a_few([0, 1], 1))
-def test_one_of_two_processes_is_killed_and_three_go_on(recipe_path: Path, tmp_path: Path, killed: int) -> None:
-    """By a launcher that ends the other one, too."""
-    small = [str(recipe_path), "data.capture.shard_megabytes=0.02"]  # a row or two each
-    directory, whole = tmp_path / "states", tmp_path / "whole"
-    capture(recipe_path, *small[1:], f"data.states={whole}")
-    launcher = started(2, *small, f"data.states={directory}")
-    try:
-        deadline = time.monotonic() + 300
-        while (manifest := StoreManifest.read(directory)) is None or len(manifest.shards) < 3:
-            assert launcher.poll() is None and time.monotonic() < deadline
-            time.sleep(0.001)
-        ranks = {each.environ()["RANK"]: each for each in psutil.Process(launcher.pid).children()}
-        ranks[str(killed)].kill()
-        assert launcher.wait(120) != 0
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for each in [*psutil.Process(launcher.pid).children(), launcher]:
-                each.kill()
-        launcher.wait()
-    check_what_a_kill_left(directory)
-    manifest = StoreManifest.read(directory)
-    assert manifest is not None and 3 <= len(manifest.shards) < manifest.of
-    before = {said["file"]: (directory / said["file"]).stat().st_mtime_ns for said in manifest.shards.values()}
-    run_ranks(3, str(ROOT / "data_gen/capture.py"), [*small, f"data.states={directory}"])
-    assert all((directory / name).stat().st_mtime_ns == written for name, written in before.items())
-    assert files_of(directory) == files_of(whole)
 
 
 # Kills.

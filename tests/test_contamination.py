@@ -21,7 +21,7 @@ from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import DataSection, EvalSection, Recipe, TargetSection
 from draftsmith.train.run import inputs
 from tests.conftest import make_tokenizer
-from tests.training_runs import run_main, train
+from tests.training_runs import run_main
 
 chance = random.Random(0)
 WORDS = ["".join(chance.choices("abcdefghijklmnop", k=6)) for _ in range(400)]
@@ -197,22 +197,6 @@ def test_rank_vocab_and_training_leave_out_the_same(
         assert [entry["line"] for entry in kept] == [2, 5]
     else:
         assert len(ids) == 6 and not rejects.total
-
-
-@pytest.mark.slow
-def test_a_resumed_training_keeps_its_rows(tmp_path: Path, target_dir: Path) -> None:
-    """The evaluation's prompts grew between the runs: other rows are left out, and the run says so."""
-    recipe = recipe_of(tmp_path, target_dir, "remove", conversations=write_training(tmp_path / "own.jsonl"))
-    bench, path = tmp_path / "bench.jsonl", tmp_path / "recipe.yaml"
-    grown = bench.read_text()
-    bench.write_text(json.dumps({"prompt": EVALUATION[3]}) + "\n")
-    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    run_main(rank_vocab, path)
-    train(path, "train.max_steps=1")
-    train(path, "train.max_steps=2")
-    bench.write_text(grown)
-    with pytest.raises(UserError, match=r"rows: the checkpoint has .*, this run has "):
-        train(path, "train.max_steps=3")
 
 
 def test_what_regenerate_wrote_is_not_listed_twice(tmp_path: Path, target_dir: Path) -> None:

@@ -12,7 +12,6 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from draftsmith.data_gen import conversations
 from draftsmith.data_gen.rows import shown as shown_rows
 from draftsmith.data_gen.rows.training_rows import TrainingRow, rows_of, training_rows, turns_of_messages
-from draftsmith.eval.measured import benchmarks
 from draftsmith.models.chat import RenderError, decode_answer, load_tokenizer, render_prompt, tokenizer_fingerprint
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects
@@ -160,21 +159,6 @@ def test_other_parts_are_refused(tmp_path: Path) -> None:
         found, rejects = read(path)
         assert [row.id for row in found] == ["g"]
         assert rejects.counts == {"not text only": 2}
-
-
-def test_evaluation_asks_text_and_rejects_the_rest(tmp_path: Path) -> None:
-    tokenizer: Any = tokenizer_with()
-    prompts = write(
-        tmp_path / "p.jsonl",
-        {"messages": [{"role": "user", "content": PARTS}]},
-        {"prompt": "what is this?", "images": ["x.png"]},
-        {"messages": [*talk("the cat"), {"role": "user", "content": [IMAGE]}]},
-    )
-    rejects = Rejects()
-    (question,) = benchmarks.load_questions(str(prompts), rejects, None)
-    bench = benchmarks.Bench(None, tokenizer, (END,), max_new_tokens=20, max_length=30)  # type: ignore[arg-type]
-    assert tokenizer.decode(bench.prompt(question, question.turns[0])) == "<|user|>the cat sat<|end|><|assistant|>"
-    assert rejects.counts == {"not text only": 2}
 
 
 def test_an_answer_reads_as_it_was_written() -> None:

@@ -149,33 +149,6 @@ def test_a_damaged_packed_file_is_read_up_to_the_damage(tmp_path: Path, ending: 
         assert not damaged or rejected[0]["line"] == 1 + text.count("\n")
 
 
-def test_a_damaged_table_is_read_up_to_the_damage(
-    place: Path, rank_by: Script, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    texts = some_texts(600, 23)
-    path = place / "a.parquet"
-    table = pyarrow.Table.from_pylist([{"text": text} for text in texts])
-    pyarrow.parquet.write_table(table, path, row_group_size=256, use_dictionary=False, compression="snappy")
-    whole = path.read_bytes()
-
-    def damage(group: int) -> None:
-        chunk = pyarrow.parquet.ParquetFile(path).metadata.row_group(group).column(0)
-        start, size = chunk.data_page_offset, chunk.total_compressed_size
-        path.write_bytes(whole[: start + size // 2] + b"\xff" * (size - size // 2) + whole[start + size :])
-
-    damage(1)
-    printed = rank_by([{"source": str(place / "*.parquet")}])
-    corpus = load_corpora(token_counts(place))[0]
-    assert as_counter(corpus.counts) == counted(texts[:256], tokenizer)
-    assert (corpus.documents, corpus.rejected) == (256, 1)
-    assert f"note: {path}:257: damaged file: {path}: cannot be read as parquet: Corrupt snappy" in printed
-    # Nothing but damage is told before anything is counted.
-    path.write_bytes(whole)
-    damage(0)
-    with pytest.raises(UserError, match=r"none of its first records .*a\.parquet:1: damaged file"):
-        rank_by([{"source": str(path)}])
-
-
 def test_columns_of_bytes_are_text_and_numbers_are_not(
     place: Path, rank_by: Script, tokenizer: PreTrainedTokenizerBase
 ) -> None:

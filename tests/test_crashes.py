@@ -22,9 +22,8 @@ import yaml
 from safetensors.torch import load_file
 
 from draftsmith.data_gen import regenerate
-from draftsmith.models.checkpoint import file_digest, read_drafter_config
+from draftsmith.models.checkpoint import file_digest
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import written
 from draftsmith.train import eagle3
 from draftsmith.train.run.checkpoints import list_checkpoints, settle
 from tests.conftest import make_target, make_tokenizer
@@ -244,23 +243,6 @@ def test_training_goes_on_from_whatever_a_kill_left(
         output = restore(state, tmp_path / "out")
         train_in(recipe, output)
         check_trained(output, whole_training.output)
-
-
-def test_a_drafter_is_there_whenever_its_replacement_is_killed(
-    recipe: Path, whole_training: Whole, tmp_path: Path
-) -> None:
-    output = tmp_path / "run"
-    shutil.copytree(whole_training.output, output)
-    (output / "drafter/provenance.json").write_text("older")
-    with watched(output) as states:
-        train_in(recipe, output)
-    found = set()
-    for state in states:
-        drafter = restore(state, tmp_path / "killed") / "drafter"
-        read_drafter_config(drafter)
-        found.add((written(drafter).name, (written(drafter) / "provenance.json").read_text() == "older"))
-    assert found == {("drafter", True), ("drafter.partial", False), ("drafter", False)}
-    check_trained(output, whole_training.output)
 
 
 def cut(path: Path) -> None:

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
 from transformers import AutoTokenizer, Emu3ForConditionalGeneration
 
 from demos import quality
-from demos.codes import encoded, pixel_tensor
-from demos.digits import CAPTIONS, PIXELS, SPLITS, digit_scans, picture_at
-from demos.make_image_target import AutoencoderLearner, build_model, build_tokenizer, prompt_ids
+from demos.codes import encoded
+from demos.digits import CAPTIONS, PIXELS, SPLITS, digit_scans
+from demos.make_image_target import prompt_ids
 from demos.quality import (
     TARGET,
     ImageTarget,
@@ -104,34 +103,3 @@ def test_table_of_contenders(tmp_path: Path, target: ImageTarget, monkeypatch, c
     digit = {name: float(rows[name][-6].rstrip("%")) for name in ("exact", "[relaxed]")}
     assert digit["[relaxed]"] <= 80 < digit["exact"]
     assert rows["real pictures"][2] == "30"
-
-
-def one_step(silent: bool) -> tuple[AutoencoderLearner, torch.Tensor]:
-    """A learner after one step, and the pixels that it saw.
-
-    Args:
-        silent: the decoder's gradients end in its last layer.
-    """
-    torch.manual_seed(0)
-    learner = AutoencoderLearner(build_model(build_tokenizer(64), layers=1, hidden_size=96).model.vqmodel)
-    if silent:
-        learner.autoencoder.decoder.conv_out.weight.data.zero_()
-    pixels = pixel_tensor(numpy.stack([picture_at("train", i)[1] for i in range(4)]))
-    learner.loss(pixels, quantise=True, revive=0).backward()
-    return learner, pixels
-
-
-def test_codebook_follows_its_cells():
-    """One step: codes move to the mean of the cells that chose them, and dead ones begin at a cell."""
-    learner, pixels = one_step(silent=False)
-    model = learner.autoencoder
-    latents = model.quant_conv(model.encoder(pixels[:, None]).transpose(1, 2)).detach()
-    cells_MD = latents.permute(0, 2, 3, 4, 1).flatten(0, 3)
-    # Revived codes are cells. Each then counts KEPT * 1 + (1 - KEPT) * (cells that chose it), at their weighted mean.
-    seed = torch.Generator().manual_seed(0)
-    revived = cells_MD[torch.randint(len(cells_MD), (64,), generator=seed)]
-    chosen = torch.cdist(cells_MD, revived).argmin(-1)
-    for code in range(64):
-        own = cells_MD[chosen == code]
-        mean = (0.97 * revived[code] + 0.03 * own.sum(0)) / (0.97 + 0.03 * len(own))
-        torch.testing.assert_close(learner.codebook_CD[code], mean, rtol=1e-4, atol=1e-5)

@@ -1,10 +1,8 @@
 """What the demos ask: shipped files are what `demos.prompts` writes; splits of the library share nothing."""
 
-import ast
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -74,32 +72,3 @@ def test_every_module_is_in_one_split(library: Path) -> None:
             assert (second, third) == (first.replace("function()", "function_v2()"), first) and second != first
         else:
             assert first.endswith("\n    return value_0") and "`function` to `function_v2`" in second
-
-
-def test_a_function_of_the_library_is_read_as_it_stands_in_its_file(library: Path) -> None:
-    text = '''
-class Queue:
-    if True:
-        @property
-        @wraps(
-            first)
-        async def size(self, *, wait=1):
-            """Return it.
-
-            More."""
-            text = """a
-  b\f
-"""
-            return text  # a comment
-
-def stub(): "Do nothing."
-'''
-    (library / "queue.py").write_text(text)
-    size, stub_ = stdlib.library_functions()
-    assert (size.id, size.what, stub_.id) == ("stdlib/queue/Queue.size", "method", "stdlib/queue/stub")
-    assert (size.signature, size.summary) == ("size(self, *, wait=1)", "Return it.")
-    tree: Any = ast.parse(text).body[0]
-    whole = tree.body[0].body[0]
-    del whole.body[0]
-    assert size.source == ast.unparse(whole) and "a\\n  b" in size.source
-    assert (stub_.signature, stub_.summary, stub_.source) == ("stub()", "Do nothing.", "def stub():\n    pass")

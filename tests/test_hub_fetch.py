@@ -13,7 +13,6 @@ from huggingface_hub import constants
 from draftsmith.models.digests import tensor_digest
 from draftsmith.models.formats import hub as on_hub
 from draftsmith.models.formats.exporting import Source, target_embeddings
-from draftsmith.models.formats.folder import read_folder
 from draftsmith.recipes.errors import UserError
 from tests.export_cases import save_target, target_of
 from tests.hub_cases import CARD, READER
@@ -148,24 +147,6 @@ def test_a_download_that_breaks_off_is_continued(hub: HubServer, monkeypatch: py
         on_hub.fetch_drafter("me/drafter")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert (on_hub.fetch_drafter("me/drafter") / "model.safetensors").read_bytes() == weights
-
-
-def test_weights_that_repositories_share_are_read(hub: HubServer, checkpoint: Path, tmp_path: Path) -> None:
-    """With Xet the cache's blob is a link to the content of all repositories."""
-    hub.add_repo("me/drafter", drafter_files(checkpoint))
-    folder = on_hub.fetch_drafter("me/drafter")
-    blob = (folder / "model.safetensors").resolve()
-    shared = tmp_path / "cache/blobs/ab" / ("ab" * 32)
-    shared.parent.mkdir(parents=True)
-    blob.rename(shared)
-    blob.symlink_to(os.path.relpath(shared, blob.parent))
-    assert read_folder(folder).tensors["fc.weight"].isfinite().all()
-    outside = tmp_path / "outside.safetensors"
-    shared.rename(outside)
-    blob.unlink()
-    blob.symlink_to(outside)
-    with pytest.raises(UserError, match="a link that leads out of the folder"):
-        read_folder(folder)
 
 
 def test_the_embeddings_of_a_sharded_target_come_alone(hub: HubServer, tmp_path: Path) -> None:

@@ -188,16 +188,3 @@ def test_after_a_fault_the_same_command_again_completes_the_push(
     assert len(commits) == 2 and commits[-1].files == before | {".gitattributes": ATTRIBUTES}
     stored_twice = hub.counted("PUT", STORAGE) - (fault.method == "PUT")
     assert stored_twice == 1
-
-
-def test_a_commit_of_somebody_else_is_not_built_upon_unseen(
-    hub: HubServer, export: Callable[..., tuple[int, str]]
-) -> None:
-    repo = hub.add_repo("me/drafter", {}, private=True)
-    other = Fault("POST", "/preupload/", 0, meanwhile=lambda: repo.commit("x", {"x.txt": b""}))
-    hub.faults.append(other)
-    code, said = export()
-    assert code == 2 and "somebody else (412: A commit has happened since." in said
-    assert [commit.title for commit in repo.commits()] == ["initial commit", "x"]
-    code, said = export()
-    assert code == 2 and "this repository holds x.txt" in said

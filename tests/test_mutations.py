@@ -19,12 +19,11 @@ from draftsmith.data_gen.answers.generators import GeneratedAnswer
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
 from draftsmith.data_gen.rows.overlap import EvaluationIndex
 from draftsmith.data_gen.rows.training_rows import training_rows
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import asked_digest, read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from tests.conftest import make_tokenizer
-from tests.strategies import GOOD, damaged_bytes, damaged_lines, damaged_records, for_all
+from tests.strategies import damaged_lines, damaged_records, for_all
 from tests.test_tools_and_thoughts import EVERYTHING, QWEN, THOUGHTFUL
 from tests.thinning import EXHAUSTIVE
 
@@ -129,20 +128,3 @@ def test_damaged_tables(tmp_path: Path, examples: int) -> None:
         ends.update(["rejected", "read"][: len(found)][-1:])
 
     assert min(ends["read"], ends["rejected"]) > 2, ends
-
-
-@EXAMPLES
-def test_damaged_table_files(tmp_path: Path, examples: int) -> None:
-    path, ends = tmp_path / "p.parquet", Counter[str]()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([GOOD[4]] * 20), path)
-
-    @for_all(examples, content=damaged_bytes(path.read_bytes(), most=20))
-    def check(content: bytes) -> None:
-        path.write_bytes(content or b"x")
-        try:
-            assert all(c.messages for c in read_conversations(str(path), Rejects()))
-            ends["read"] += 1
-        except UserError:
-            ends["refused"] += 1
-
-    assert ends["refused"] > examples / 6 and ends["read"], ends

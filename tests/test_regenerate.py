@@ -345,21 +345,12 @@ def test_a_torn_line_is_cut_off(tmp_path: Path, torn: bytes) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        '[{"id": "a", "prompt": "x"}]',  # somebody's prompts, without an end of line
-        '{"id": "a", "prompt": "x"}',
-        '{"prompt": "x", "id": "a"}',
-        "some text",
-        "some text\n",
-        '{"id": "a", "prompt": "x",}\n',  # begins as ours do, and has an end
-        "[" * 100_000,
-        "null",
-        '{"id": "a", "messages": []}\n',  # whole lines
-        "[]\n",
+        '[{"id": "a", "prompt": "x"}]', '{"id": "a", "prompt": "x"}', '{"prompt": "x", "id": "a"}', "some text",
+        "some text\n", '{"id": "a", "prompt": "x",}\n', "[" * 100_000, "null", '{"id": "a", "messages": []}\n',
     ],
-)
+)  # fmt: skip
 def test_what_somebody_else_wrote_is_never_taken_for_a_torn_line(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "c.jsonl"
-    path.write_text(text)
+    (tmp_path / "c.jsonl").write_text(text)
     with pytest.raises(UserError, match=r"c\.jsonl:1: not a line of regenerate's"):
-        ConversationLog(path, {"target": "t"})
-    assert path.read_text() == text
+        ConversationLog(tmp_path / "c.jsonl", {"target": "t"})
+    assert (tmp_path / "c.jsonl").read_text() == text

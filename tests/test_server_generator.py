@@ -102,17 +102,6 @@ def connected(server: FakeServer) -> Iterator[Servers]:
         yield servers
 
 
-@pytest.mark.slow
-def test_waiting_costs_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
-    """A pause of the servers is no work for us: the event loop sleeps."""
-    with FakeServer(tokenizer, seconds=2.2) as server, connected(server) as servers:
-        started = time.process_time()
-        found = list(servers(iter([("a", [7, 8])])))
-        used = time.process_time() - started
-    assert found == [None, None, GeneratedAnswer("a", *expected(tokenizer, [7, 8], LIMIT))]  # a heartbeat a second
-    assert used < 0.5
-
-
 def test_an_interrupt_comes_after_the_answers_that_had_arrived(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,19 +183,6 @@ def test_a_dead_server_is_set_aside_and_used_when_it_is_back(place: Place) -> No
     assert failed is not None and 0 < int(failed[1]) <= 6
 
 
-def test_tries_that_reach_no_server_are_not_counted(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"TRIES": 1, "FIRST_LOOK_SECONDS": 0.05}.items():
-        monkeypatch.setattr(server_generator, name, value)
-    with FakeServer(tokenizer) as server, connected(server) as servers:
-        server.stop()
-        threading.Timer(0.5, server.start).start()
-        (found,) = (answer for answer in servers(iter([("a", [7, 8])])) if answer is not None)
-    assert found == GeneratedAnswer("a", *expected(tokenizer, [7, 8], LIMIT))
-    assert servers.servers[0].failed_tries == 1
-
-
 def test_dead_at_the_start_is_said(place: Place) -> None:
     place.ask(5)
     with FakeServer(place.tokenizer) as server:
@@ -237,16 +213,6 @@ def test_all_dead_for_too_long_ends_the_run_and_another_goes_on(place: Place) ->
         place.check()
         assert place.path.read_bytes().startswith(whole)
         assert all(server.asked[prompt] == before[prompt] for prompt in done)
-
-
-def test_a_server_whose_answers_are_all_torn_ends_the_run(place: Place) -> None:
-    """It takes the first trial, and every look at it: only the answers show what it is."""
-    place.ask(30)
-    with FakeServer(place.tokenizer, tear=1.0) as server:
-        place.use(server)
-        place.change(TRIES=10**6, GIVE_UP_SECONDS=0.5)
-        problems, _ = place.fails()
-    assert "no server has answered for" in problems[1] and not place.path.exists()
 
 
 def test_an_answer_that_never_comes_is_asked_for_by_the_next_run(place: Place) -> None:
@@ -311,19 +277,3 @@ def test_refused_prompts_are_rejected_once(place: Place) -> None:
     assert all(message in entry["reason"] for entry in rejected)
     place.check(count=10 - len(rejected))
     assert set(server.asked.values()) == {1}
-
-
-def test_a_refusal_that_names_its_request_is_kept_once(place: Place) -> None:
-    place.ask(3, turns=1)
-    with FakeServer(place.tokenizer, fail=1.0, status=400) as server:
-        place.use(server)
-        for request in ("one", "two"):
-            server.manners.message = f"request {request} is refused"
-            place.fails()
-        assert [entry["reason"] for entry in place.records(place.rejects)] == [
-            "refused: 400: request one is refused"
-        ] * 3
-        # Another conversation at the same place is something else.
-        place.prompts.write_text(place.prompts.read_text().replace("cat 0", "dog 0"))
-        place.fails()
-    assert len(place.records(place.rejects)) == 3 + 1

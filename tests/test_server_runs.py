@@ -50,25 +50,23 @@ DEEP = b"[" * 200_000
 
 
 @pytest.mark.parametrize(
-    ("reply", "problem"),
+    ("status", "body", "problem"),
     [
-        (raw(PAGE, 404), "has no /v1/completions (404: an HTML page)"),
-        (
-            raw(b'{"message": "The model `fake` does not exist."}', 404),
-            "does it still serve data.generator.served_model",
-        ),
-        (raw(NO_IDS, 400), "refuses a prompt of one token id (refused: 400: cannot unmarshal"),
-        (raw(b'{"error": "Unexpected endpoint"}'), "error in the reply: Unexpected endpoint"),
-        (raw(PAGE, 502), "502: an HTML page"),
+        (404, PAGE, "has no /v1/completions (404: an HTML page)"),
+        (404, b'{"message": "The model `fake` does not exist."}', "does it still serve data.generator.served_model"),
+        (400, NO_IDS, "refuses a prompt of one token id (refused: 400: cannot unmarshal"),
+        (200, b'{"error": "Unexpected endpoint"}', "error in the reply: Unexpected endpoint"),
+        (502, PAGE, "502: an HTML page"),
     ],
 )
-def test_servers_that_lack_what_is_needed_are_told_by_one_error(place: Place, reply: Any, problem: str) -> None:
+def test_servers_that_lack_what_is_needed_are_told_by_one_error(
+    place: Place, status: int, body: bytes, problem: str
+) -> None:
     place.ask(2)
-    with FakeServer(place.tokenizer, always=reply) as server:
+    with FakeServer(place.tokenizer, always=raw(body, status)) as server:
         place.use(server)
         problems, printed = place.fails()
     assert server.url in problems[0] and problem in problems[0]
-    assert "model `fake`" in problems[0] or "docs/regeneration.md" in problems[-1]
     assert "<" not in "".join(problems) and printed == ""
 
 
@@ -80,37 +78,18 @@ def test_names_of_the_model(place: Place) -> None:
         assert len(problems) == 1 and ("serves a, not b" in problems[0] or "serves b, not a" in problems[0])
         place.use(one)
         place.run()
-        assert {record["generator"]["served_model"] for record in place.check()} == {"a"}
         place.ask(3)
         place.use(two)
         with pytest.raises(UserError, match="with served_model a, the model there now has b"):
             place.run()
 
 
-def test_nothing_answered_is_an_error_alone(place: Place) -> None:
-    place.ask(2)
-    with FakeServer(place.tokenizer, fail=1.0) as server:
-        place.use(server)
-        place.change(TRIES=2)
-        problems, printed = place.fails()
-    assert re.search(r"none of 2 conversations was answered; q\d: 500: out of order \(after 2 tries\)", problems[0])
-    assert len(problems) == 1 and printed == ""
-
-
 def test_urls() -> None:
     urls = ["http://a:8000", "http://b:8000/v1/", " https://c/api/v1 ", "http://[::1]:8000/"]
     found = ["http://a:8000/v1", "http://b:8000/v1", "https://c/api/v1", "http://[::1]:8000/v1"]
     assert normalised_urls(urls) == (found, [])
-    wrong = [
-        "localhost:8000",
-        "http://me:hunter2@a/v1",
-        "http://b?x=1",
-        "ftp://a",
-        "http://xn--a:1",
-        "http://a",
-        "http://a/v1",
-    ]
-    problems = normalised_urls(wrong)[1]
+    wrong = ["localhost:8000", "http://me:hunter2@a/v1", "http://b?x=1", "ftp://a", "http://xn--a:1"]
+    problems = normalised_urls([*wrong, "http://a", "http://a/v1"])[1]
     assert len(problems) == 6 and "hunter2" not in "".join(problems) and "there twice" in problems[-1]
 
 
@@ -121,11 +100,8 @@ def test_a_file_belongs_to_one_kind_of_writer(place: Place) -> None:
         place.run()
         with pytest.raises(UserError, match="written with kind 'openai', this run has 'transformers'"):
             place.run("data.generator.kind=transformers")
-        record = place.records()[0]["generator"]
-        assert record["kind"] == "openai" and one.url not in json.dumps(record) and "concurrency" not in record
-        # Elsewhere and otherwise asked, it is the same.
         place.ask(8)
-        place.use(two, concurrency=1)
+        place.use(two, concurrency=1)  # elsewhere and otherwise asked, it is the same
         assert "4 of 8 conversations are done" in place.run()
     place.check()
     assert not set(one.asked) & set(two.asked)
@@ -165,19 +141,6 @@ def test_odd_replies_cost_a_try(place: Place) -> None:
         printed = place.run()
     place.check()
     assert set(server.asked.values()) == {2} and "\x1b" not in printed
-
-
-def test_odd_lists_of_models(place: Place) -> None:
-    place.ask(1)
-    for reply, problem in (
-        (raw(DEEP), "lists no models"),
-        (raw(b'{"data": [{"id": "\\ud800"}]}'), "lists no models"),
-        (raw(b"garbage", Content_Encoding="gzip"), "no server can be used"),
-    ):
-        with FakeServer(place.tokenizer, models=reply) as server:
-            place.use(server)
-            problems, _ = place.fails()
-        assert problem in problems[-1]
 
 
 @pytest.mark.parametrize(
