@@ -29,8 +29,8 @@ from tests.test_crashes import lines_in
     [
         ({"model": "other"}, {"served_model": "mine"}, "serves other, not mine"),
         ({"max_model_len": 128}, {}, "serves at most 128 tokens .* rows have up to 200"),
-        ({"status": 404, "fail": 1.0}, {}, r"/v1 has no /v1/completions \(404"),
-        ({"status": 403, "fail": 1.0}, {}, "/v1 says 403"),
+        ({"status": 404, "fail": 1.0}, {}, "has no /v1/completions"),
+        ({"status": 403, "fail": 1.0}, {}, "says 403"),
     ],
 )
 def test_what_holds_for_every_prompt_ends_the_run(
