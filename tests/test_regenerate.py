@@ -194,8 +194,8 @@ def test_every_prompt_has_the_date_of_the_first(
         load_tokenizer(recipe.target)
         assert not (tmp_path / "other").exists()  # a recipe alone writes nothing
         make_out(recipe)  # an evaluation does
-        assert (tmp_path / "other/prompt_date.txt").read_text() == f"{day}\n"
         assert prompt_date(load_tokenizer(recipe.target)) == day
+        assert (tmp_path / "other/prompt_date.txt").read_text() == f"{day}\n"
         shutil.rmtree(tmp_path / "other")
     kept.write_text("July\n")
     with pytest.raises(UserError, match=r"prompt_date\.txt: 'July' is not a date"):
@@ -233,8 +233,9 @@ def test_nothing_to_ask_is_an_error(place: Workspace, lines: list[Any]) -> None:
 
 def test_a_prompt_of_all_tokens_that_a_row_may_have_is_not_asked(place: Workspace) -> None:
     tokenizer = load_tokenizer(TargetSection(model=str(place.target)))
-    place.write_prompts({"id": "q", "prompt": "the cat"})
-    length = len(render_prompt(tokenizer, [{"role": "user", "content": "the cat"}]))
+    prompt = "the cat and the dog ran after 12 345 678"
+    place.write_prompts({"id": "q", "prompt": prompt})
+    length = len(render_prompt(tokenizer, [{"role": "user", "content": prompt}]))
     with pytest.raises(UserError, match=r"none of 1 conversations could be asked; 1 .*longer"):
         place.run(f"data.max_length={length}")
     place.run(f"data.max_length={length + 1}")
@@ -257,9 +258,9 @@ def test_equal_questions_are_asked_once_and_files_that_hold_them_go_on(place: Wo
     place.ask(2, {"prompt": "cat"}, {"id": "again", "prompt": "cat"}, {"prompt": "dog"})
     assert "repeated questions" not in place.run("data.duplicates=keep")
     whole = place.path.read_bytes()
-    for arguments in (["--plan"], []):
-        printed = place.run(*arguments)
-        assert "repeated questions dropped: 1 (" in printed and "that are not in data.prompts: 1; kept" in printed
+    assert "repeated questions dropped: 1 (" in place.run("--plan")
+    printed = place.run()
+    assert "repeated questions dropped: 1 (" in printed and "that are not in data.prompts: 1; kept" in printed
     assert place.path.read_bytes() == whole
 
 
