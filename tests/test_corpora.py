@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -260,7 +261,7 @@ def test_what_changed_is_counted_anew_with_a_word(place: Path, rank_by: Script) 
     a, b = write_lines(place / "a.jsonl", [{"text": "the cat"}, "{torn\n"]), place / "b.txt"
     b.write_text("the dog ran")
     sources = [{"source": str(a)}, {"source": str(b)}]
-    assert "counted" not in rank_by(sources)
+    assert not re.search("counted (again|before)", rank_by(sources))
     assert rank_by([{"source": str(b), "weight": 2.5}]).count("counted before") == 1  # weights and company are nothing
     write_lines(a, [{"text": "the mat"}])
     printed = rank_by(sources)
