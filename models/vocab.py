@@ -164,7 +164,7 @@ def load_tensors(path: str | Path, what: str) -> tuple[dict[str, torch.Tensor], 
 
 
 def open_tensors(path: str | Path, missing: str) -> Any:
-    """`safe_open` of a file; `missing` says in the UserError what is not there, and what makes it."""
+    """`safe_open` of a file. `missing`: what it is and what writes it, for the error if it does not exist."""
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:

@@ -126,7 +126,6 @@ def test_json_array(tmp_path: Path, name: str, indent: int | None) -> None:
     [
         ('[{"prompt": "x"},\n {"prompt": oops}, {"prompt": "y"}]', "malformed JSON"),
         ('[{"prompt": "x"}', "malformed JSON"),
-        ('[{"prompt": "x"}\n {"prompt": "y"}]', "malformed JSON"),
         ('[{"prompt": "x"}] {"prompt": "y"}', "malformed JSON"),
         ('[{"prompt": "x"}, {"prompt": "y', "malformed JSON"),
         ('[{"prompt": "x"}, {"prompt": "\udce9"}]', "not U"),
@@ -208,7 +207,7 @@ def test_csv(tmp_path: Path, source: str) -> None:
 def test_bad_rows_of_csv_are_kept_with_their_lines(tmp_path: Path) -> None:
     long = "x" * 200_000  # more than the csv module reads unless told to
     rows = [
-        b"id,question", b"1,good", b"2,How, exactly?", b"3", b"4,caf\xe9", b'5,"two', b'lines" and more', b"6,",
+        b"id,question", b"1.0,good", b"2,How, exactly?", b"3", b"4,caf\xe9", b'5,"two', b'lines" and more', b"6,",
         b"7," + long.encode(), b'8,"never closed', b"9,gone with it",
     ]  # fmt: skip
     (tmp_path / "p.csv").write_bytes(b"\n".join(rows))
@@ -425,9 +424,8 @@ def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
 def test_sources_are_checked_before_anything_is_read(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n \n")
     (tmp_path / "p.txt").write_text("x")
-    (tmp_path / "p.csv").write_text("prompt\nx\n", encoding="utf-16")
     reasons = {
-        "empty.jsonl": "the file is empty", "p.txt": "prompts are read from", "p.csv": "save it as CSV in UTF-8",
+        "empty.jsonl": "the file is empty", "p.txt": "prompts are read from",
         "none.jsonl": "no such file", "hf:": "hf:org/name", "hf:a:b:c:d": "hf:org/name", "hf:a:b[:9]": "max_prompts",
     }  # fmt: skip
     names = [name if name.startswith("hf:") else str(tmp_path / name) for name in reasons]

@@ -146,20 +146,10 @@ class ConversationLog:
             self.content = read_log(path, generator)
             self._opened = opened.pop_all()
         if self.content.torn_bytes:
-            kept = "" if self.content.done else self._keep_torn()
             self._file.truncate(self.content.whole_bytes)
-            print(
-                f"{path}: its last line was torn ({self.content.torn_bytes} bytes) and was cut off{kept}; it "
-                "is made again"
-            )
+            print(f"{path}: its last line was torn ({self.content.torn_bytes} bytes) and was cut off; it is made again")
         self._synced = time.monotonic()
         self.appended = 0  # lines of this run
-
-    def _keep_torn(self) -> str:
-        """Copies the file: without a whole line, nothing proves that regenerate wrote it."""
-        beside = self.path.with_name(self.path.name + ".torn")
-        beside.write_bytes(self.path.read_bytes())
-        return f" (kept in {beside})"
 
     def identify(self, name: str, value: str) -> None:
         """Adds one of LEARNED to the generator. Raises UserError if the file holds lines of another target."""

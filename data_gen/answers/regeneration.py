@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -60,7 +59,6 @@ from draftsmith.recipes.prompts.reader import (
 )
 from draftsmith.recipes.schema import Recipe
 
-RATE_SECONDS = 30.0  # window of the progress bar's tokens per second
 NAMED_AT_MOST = 5  # conversations without an answer that the summary lists
 SAMPLED = 500  # conversations whose first prompts are rendered to know their length
 HUB_SAMPLE = 50  # conversations of a hub dataset that a plan fetches
@@ -220,7 +218,6 @@ class _Tally:
     cut_at_length: int = 0  # answers cut at max_length
     retokenised: int = 0  # answers
     started: float = field(default_factory=time.monotonic)
-    _lately: deque[tuple[float, int]] = field(default_factory=lambda: deque([(time.monotonic(), 0)]))
 
     def add(self, answer: GeneratedAnswer) -> None:
         self.turns += 1
@@ -232,18 +229,17 @@ class _Tally:
             self.cut_at_tokens += not at_length
         self.retokenised += answer.retokenised
 
+    @property
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self.started, 1e-3)
+
     def progress(self, writer: Writer | Servers) -> str:
-        """Tokens per second over RATE_SECONDS, and the servers' open requests."""
-        now, tokens = time.monotonic(), writer.tokens_received
-        self._lately.append((now, tokens))
-        while now - self._lately[0][0] > RATE_SECONDS and len(self._lately) > 2:
-            self._lately.popleft()
-        then, before = self._lately[0]
-        return f"{(tokens - before) / max(now - then, 1e-3):,.0f} tokens/s{writer.load}"
+        """Tokens per second, and the servers' open requests."""
+        return f"{writer.tokens_received / self._seconds:,.0f} tokens/s{writer.load}"
 
     def summary(self) -> list[str]:
-        rate, cut = self.tokens / max(time.monotonic() - self.started, 1e-3), self.cut_at_tokens + self.cut_at_length
-        text = f"{self.turns:,} answers, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
+        cut = self.cut_at_tokens + self.cut_at_length
+        text = f"{self.turns:,} answers, {self.tokens:,} tokens, {self.tokens / self._seconds:,.0f} tokens/s"
         text += f", {cut / max(self.turns, 1):.1%} of the answers cut by length" * (cut > 0)
         text += f", {self.unasked:,} user turns not asked" * (self.unasked > 0)
         text += f", {self.retokenised:,} answers tokenised again from text" * (self.retokenised > 0)
@@ -318,9 +314,9 @@ def generator_identity(
         "adapter": changes.pop("adapter"),
         "dtype": dtype if kind == "transformers" else None,  # unknown for servers; the log records `served_model`
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
-        **{key: change for key, change in changes.items() if change is not None},  # older files lack these keys
-        **({"template_args": template_variables(section)} if template_variables(section) else {}),
-        **({"date": day} if (day := prompt_date(tokenizer)) else {}),
+        **changes,
+        "template_args": template_variables(section),
+        "date": prompt_date(tokenizer),
         **asdict(settings.sampling),
         "seed": settings.seed,
         "max_new_tokens": settings.max_new_tokens,

@@ -15,6 +15,7 @@ import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.lines import json_line
 from draftsmith.recipes.prompts.picture_files import data_url
-from draftsmith.recipes.prompts.picture_parts import pictures_of, with_picture_parts
+from draftsmith.recipes.prompts.picture_parts import with_picture_parts
 from draftsmith.recipes.prompts.reader import read_conversations, read_training_prompts
-from draftsmith.recipes.prompts.records import Conversation, folder_of, picture_digest, stored_conversation
+from draftsmith.recipes.prompts.records import Conversation, stored_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import records
 from draftsmith.recipes.schema import Recipe, as_list
@@ -90,14 +91,10 @@ class EvaluationIndex:
 
 def user_turns(conversation: Conversation) -> Iterator[tuple[str, list[str], Key]]:
     """(text, words, key) of each user turn, without placeholders of pictures, however the record names its pictures."""
-    messages, pictures = conversation.messages, list[str]()
-    if conversation.images or conversation.other_parts:
-        try:
+    messages, pictures = conversation.messages, conversation.pictures
+    if pictures:
+        with suppress(ValueError, KeyError, TypeError, AttributeError):  # malformed: only its like is the same
             messages = with_picture_parts(conversation)
-            folder, parts = folder_of(conversation.source), pictures_of(messages)
-            pictures = [part.get("sha256") or picture_digest(part["path"], folder) for part in parts]
-        except (ValueError, KeyError, TypeError, AttributeError):  # malformed: only its like is the same
-            pictures = conversation.pictures
     for message in messages:
         if not isinstance(message, dict) or message.get("role") != "user":
             continue

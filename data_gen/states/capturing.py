@@ -99,6 +99,12 @@ def complete(recipe: Recipe, target: Target | None = None) -> None:
     if recipe.data.states is None or not (directory / FOLDER).exists():
         return
     with alone_in(directory):
+        store = StoreManifest.read(directory)
+        if store is not None and store.complete:  # a kill left the folder
+            shutil.rmtree(directory / FOLDER)
+            return
+        if not any((directory / FOLDER).glob("*.safetensors")):
+            return
         job = job_of(recipe, Rejects())
         manifest, written = store_so_far(directory, job, verify=False), rows_written(directory, job)
         left = [row for row in rows_to_make(job, manifest) if written is None or row not in written]

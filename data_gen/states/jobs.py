@@ -157,7 +157,8 @@ def store_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:
         problems = [file_problem(directory / entry["file"], entry, verify and own)]
         problems += drop_damaged(job.shards[number], directory, verify) if own else []
         for problem in filter(None, problems):
-            print(f"note: {problem}; captured again")
+            if own:
+                print(f"note: {problem}; captured again")
             manifest.shards.pop(number, None)
     if not target_is_whole(directory, manifest, verify and rank() == 0):
         manifest.files = {}

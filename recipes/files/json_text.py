@@ -43,20 +43,14 @@ def whole_number(value: Any) -> Any:
     return None if math.isnan(value) else int(value) if value.is_integer() else value
 
 
-def check_depth(value: Any, brackets: int) -> None:
-    """Raises ValueError beyond MAX_DEPTH. A text with at most MAX_DEPTH `brackets` needs no walk."""
-    level, depth = [value], 0
-    while level and brackets > MAX_DEPTH:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise too_deep()
-        inner: list[Any] = []
-        for container in level:
-            if isinstance(container, dict):
-                inner += container.values()
-            elif isinstance(container, list):
-                inner += container
-        level = [entry for entry in inner if isinstance(entry, dict | list)]
+def check_depth(value: Any, brackets: int, most: int = MAX_DEPTH) -> None:
+    """Raises ValueError for lists and objects more than `most` deep. A text with fewer `brackets` needs no walk."""
+    if brackets <= most or not isinstance(value, dict | list):
+        return
+    if most == 0:
+        raise too_deep()
+    for inner in value.values() if isinstance(value, dict) else value:
+        check_depth(inner, brackets, most - 1)
 
 
 def too_deep() -> ValueError:

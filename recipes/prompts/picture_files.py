@@ -1,4 +1,4 @@
-"""Pictures and captions as data sets pack them: bytes in a binary column, COCO's file of captions.
+"""Pictures as data sets pack them: bytes in a binary column, COCO's file of captions.
 
 Pillow is not imported here, because every command imports this file.
 """
@@ -7,8 +7,6 @@ import base64
 import hashlib
 import json
 import os
-from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,34 +43,21 @@ def data_url(content: bytes) -> str:
     return f"data:image/{ending.replace('jpg', 'jpeg')};base64,{base64.b64encode(content).decode()}"
 
 
-def coco_captions(path: str | Path) -> Iterator[dict[str, Any]] | None:
-    """One record {"id", "file_name", "captions"} for each picture of a COCO file of captions; None for other files.
+def coco_pictures(path: str | Path) -> list[dict[str, Any]] | None:
+    """[{"id", "file_name"}] of the pictures of a COCO file of captions; None for other files.
 
-    The file is one object with the lists `images` ({"id", "file_name"}) and `annotations` ({"image_id", "caption"}).
-    It is read whole.
+    The file is one object with the lists `images` and `annotations` (captions, which no prompt needs). It is read
+    whole.
     """
     with open_bytes(path) as file:
         head = file.read(_HEAD)
-        if not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") or b'"images"' not in head:
+        if b'"images"' not in head:
             return None
         try:
             whole = json.loads(head + file.read())
         except (ValueError, RecursionError):
             return None  # JSON lines, or damaged: the ordinary reader says where
-    images, captions = whole.get("images"), whole.get("annotations")
-    if not all(
-        isinstance(each, list) and all(isinstance(entry, dict) for entry in each) for each in (images, captions)
-    ):
+    images = whole.get("images") if isinstance(whole, dict) and "annotations" in whole else None
+    if not isinstance(images, list) or not all(isinstance(image, dict) for image in images):
         return None
-    return _captioned(images, captions)
-
-
-def _captioned(images: list[dict[str, Any]], annotations: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    captions: dict[Any, list[str]] = defaultdict(list)
-    for annotation in annotations:
-        if isinstance(annotation.get("caption"), str):
-            captions[str(annotation.get("image_id"))].append(annotation["caption"])
-    for image in images:
-        yield {key: image[key] for key in ("id", "file_name") if key in image} | {
-            "captions": captions.get(str(image.get("id")), [])
-        }
+    return [{key: image[key] for key in ("id", "file_name") if key in image} for image in images]

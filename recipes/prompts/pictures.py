@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
 from draftsmith.recipes.errors import short
 from draftsmith.recipes.prompts.picture_parts import with_picture_parts
@@ -54,16 +54,6 @@ MAX_RATIO = 200
 GIF_BYTES = 1 << 23
 # Most scans of a JPEG. Progressive files have about 10; each scan takes as long to decode as a whole picture.
 JPEG_SCANS = 100
-
-_TURNS = {  # EXIF orientation -> what makes the picture upright
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 
 
 class UnusablePicture(ValueError):
@@ -218,22 +208,21 @@ def _check_ratio(size: tuple[int, int], name: str) -> None:
 
 def upright_rgb(image: Image.Image) -> Image.Image:
     """The first frame in RGB, turned as its EXIF data says, transparent parts over white."""
-    turn = _turn_of(image)
+    if _orientation(image) != 1:
+        image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         image = _upper_bits(image)
     if image.has_transparency_data:
         above = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", above.size, "white"), above)
-    image = image.convert("RGB")
-    return image if turn is None else image.transpose(turn)
+    return image.convert("RGB")
 
 
-def _turn_of(image: Image.Image) -> Image.Transpose | None:
-    """What makes the picture upright."""
+def _orientation(image: Image.Image) -> int:
     try:
-        return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
     except Exception:  # as many kinds as above, for a part of the file that the pixels do not need
-        return None
+        return 1
 
 
 def plain_bytes(picture: Picture) -> bytes:
@@ -244,7 +233,7 @@ def plain_bytes(picture: Picture) -> bytes:
             with Image.open(io.BytesIO(picture.content), formats=("PNG", "JPEG")) as file:
                 # Not an animated PNG, or the several pictures of an MPO.
                 plain = file.mode == "RGB" and not file.has_transparency_data and getattr(file, "n_frames", 1) == 1
-                if plain and _turn_of(file) is None:
+                if plain and _orientation(file) == 1:
                     return picture.content
     shown = io.BytesIO()
     picture.image.save(shown, "PNG")

@@ -57,6 +57,7 @@ TEXT_COLUMNS = {
 }
 COLUMNS = (*LIST_COLUMNS, *TEXT_COLUMNS)
 SYSTEM_COLUMNS = ("system", "system_prompt")
+ID_COLUMNS = ("id", "question_id")
 # Columns of Alpaca and Dolly; their meaning beside other columns is unknown.
 BESIDE_INSTRUCTION = ("input", "context")
 # Keys of a content part that may hold a path: {"type": "image", "path": ...}, {"image_url": {"url": ...}}.
@@ -83,11 +84,19 @@ class Conversation:
 
     @cached_property
     def pictures(self) -> list[str]:
-        """Digests of the pictures, in order. A picture that is no local file, such as a URL, stays as is."""
-        folder = folder_of(self.source)
-        pictures = [_digest(image, folder) for image in self.images]
-        pictures += [_with_digests(part, folder) for part in self.other_parts]
-        return [json.dumps(each, sort_keys=True, default=str) for each in pictures]
+        """sha256 of each picture's bytes, in order, or the place of one that is no local file, such as a URL.
+
+        Of a malformed record, its parts as they are.
+        """
+        from draftsmith.recipes.prompts.picture_parts import pictures_of, with_picture_parts  # it imports this module
+
+        if not (self.images or self.other_parts):
+            return []
+        try:
+            parts = pictures_of(with_picture_parts(self))  # type: ignore[arg-type]  # seen under two paths
+            return [part.get("sha256") or picture_digest(part["path"], folder_of(self.source)) for part in parts]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return [json.dumps([self.images, self.other_parts], sort_keys=True, default=str)]
 
 
 def folder_of(source: str) -> Path:
@@ -97,33 +106,16 @@ def folder_of(source: str) -> Path:
     return Path((benchmark_of(source) or (None, None))[1] or source).parent
 
 
-def _with_digests(part: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A content part with each picture's path replaced by its digest, which the part may hold already."""
-    if isinstance(part.get("sha256"), str):
-        return {"type": part["type"], "path": f"sha256 {part['sha256']}"}
-    told = {key: _digest(each, folder) if key in PATH_KEYS else each for key, each in part.items()}
-    return {key: _with_digests(each, folder) if isinstance(each, dict) else each for key, each in told.items()}
-
-
-def _digest(path: Any, folder: Path) -> Any:
-    """The digest of a file, in `folder` or in the working directory; anything else, such as a URL, as it is."""
-    try:
-        places = [folder / path, Path(path)] if isinstance(path, str) else []
-        return next((f"sha256 {file_digest(place)}" for place in places if place.is_file()), path)
-    except (OSError, ValueError):  # not a path: a picture in base64
-        return path
-
-
 def picture_digest(place: str, folder: Path) -> str:
     """sha256 of the bytes of a file, in `folder` or in the working directory, or of a data URL; of anything else the
     place itself."""
     head, _, text = place.partition(",")
-    if head[:5].lower() == "data:" and head.lower().endswith(";base64"):
-        try:
+    try:
+        if head[:5].lower() == "data:" and head.lower().endswith(";base64"):
             return sha256(b64decode(unquote(text), validate=True)).hexdigest()
-        except ValueError:  # not base64
-            return place
-    return str(_digest(place, folder)).removeprefix("sha256 ")
+        return next((file_digest(path) for path in (folder / place, Path(place)) if path.is_file()), place)
+    except (OSError, ValueError):  # neither a path nor base64
+        return place
 
 
 def to_conversation(record: Any, default_id: str, source: str, line: int, benchmark: str = "") -> Conversation:
@@ -180,7 +172,7 @@ def _images_of(record: dict[str, Any]) -> list[str]:
 
 
 def _id_of(record: dict[str, Any], default_id: str) -> str:
-    for key in ("id", "question_id"):
+    for key in ID_COLUMNS:
         value = whole_number(record.get(key))
         if value is None or value == "":
             continue

@@ -4,10 +4,10 @@
 cannot be parsed goes to the rejects.
 """
 
-import codecs
 import csv
 import glob
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from typing import Any
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.hub import check_dataset
 from draftsmith.recipes.files.input_files import DAMAGED, ending, is_packed, matching, open_bytes, open_text
-from draftsmith.recipes.files.json_text import check_depth, parse_json
+from draftsmith.recipes.files.json_text import check_depth, parse_json, too_deep
 from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, benchmark_of, fetch, known_forms
-from draftsmith.recipes.prompts.picture_files import coco_captions, seems_a_picture
+from draftsmith.recipes.prompts.picture_files import coco_pictures, seems_a_picture
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 
 StorePicture = Callable[[bytes], str]  # writes a picture's bytes to a file and returns its path
@@ -26,6 +26,7 @@ TABLE_TYPES = (".csv", ".tsv")
 FILE_TYPES = (".jsonl", ".json", *TABLE_TYPES, ".parquet")  # all but the last also packed, .gz
 DELIMITERS = ",;\t"  # of .csv files; spreadsheets write ; in countries with a decimal comma
 CELL_CHARACTERS = 1 << 24  # limits an unclosed quote; the csv module's own limit is 128 KiB
+_BETWEEN = re.compile(r"[\s,]*")  # elements of a JSON array
 HUB_FORMS = "hf:org/name, hf:org/name:split or hf:org/name:config:split"
 
 
@@ -53,15 +54,11 @@ def check_source(name: str) -> str | None:
 
 
 def _file_problem(name: str, path: str) -> str | None:
-    kind = ending(path)
     if not _holds_prompts(path):
         return f"{name}: prompts are read from {', '.join(FILE_TYPES)} files, all but the last also packed as .gz"
     try:
         with open_bytes(path) as file:
-            if kind in TABLE_TYPES and file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                return f"{name}: this is UTF-16; save it as CSV in UTF-8"
-            file.seek(0)
-            if kind != ".parquet" and not any(line.strip() for line in file):
+            if ending(path) != ".parquet" and not any(line.strip() for line in file):
                 return f"{name}: the file is empty"
     except (OSError, *DAMAGED) as error:
         return f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}"
@@ -139,8 +136,8 @@ def _file_records(
             found: Iterator[tuple[int, Any]] = _parquet_rows(path, source, rejects, store)
         elif ending(path) in TABLE_TYPES:
             found = _csv_rows(path, source, rejects)
-        elif store is not None and (captioned := coco_captions(path)) is not None:
-            found = enumerate(captioned, start=1)
+        elif store is not None and (pictures := coco_pictures(path)) is not None:
+            found = enumerate(pictures, start=1)
         elif _is_array(path):
             found = json_array(path, source, rejects)
         else:
@@ -183,54 +180,40 @@ def json_lines(path: str | Path, source: str, rejects: Rejects) -> Iterator[tupl
 
 
 def json_array(path: str, source: str, rejects: Rejects, chunk_characters: int = 1 << 20) -> Iterator[tuple[int, Any]]:
-    """Elements of a JSON array, read piece by piece, because ShareGPT's files exceed some memories.
+    """(line of its beginning, value) of each element of a JSON array, read piece by piece, because ShareGPT's files
+    exceed some memories.
 
-    After malformed JSON the rest of the array is rejected as one record.
+    After malformed JSON the rest of the array is rejected as one record. ijson is not used: it knows no lines, and one
+    NaN, or one byte that is not UTF-8, would lose the rest as well.
     """
     decoder = json.JSONDecoder()
     with open_text(path, encoding="utf-8-sig", errors="surrogateescape") as file:
-        text, position, line, ended = "", 0, 1, False
-
-        def refill() -> bool:
-            """Drops the used text and reads more; False at the end of the file."""
-            nonlocal text, position, ended
-            piece = file.read(max(chunk_characters, len(text) - position))  # doubles: linear for a huge element
-            ended = not piece
-            text, position = text[position:] + piece, 0
-            return not ended
-
-        def skip(characters: str) -> str:
-            """Moves past `characters`; returns the next character, "" at the end."""
-            nonlocal position, line
-            while True:
-                while position < len(text) and text[position] in characters:
-                    line += text[position] == "\n"
-                    position += 1
-                if position < len(text):
-                    return text[position]
-                if not refill():
-                    return ""
-
-        blanks = " \t\r\n"
-        skip(blanks)
-        position += 1  # the opening bracket
+        line = 1
+        while not (text := file.readline(chunk_characters)).strip():
+            line += text.endswith("\n")
+        position = text.index("[") + 1
         while True:
-            following = skip(blanks)
-            if following == "]":
-                position += 1
-                rest = skip(blanks)
-                if rest:
-                    rejects.add(source, line, "malformed JSON: text after the array", text[position:])
+            between = _BETWEEN.match(text, position)
+            assert between is not None  # it may be empty
+            line += between[0].count("\n")
+            position, problem, record = between.end(), "", None
+            if text.startswith("]", position):
+                if rest := (text[position + 1 :] + file.read()).strip():
+                    rejects.add(source, line, "malformed JSON: text after the array", rest)
                 return
             try:
                 record, end = decoder.raw_decode(text, position)
-                if text[end : end + 1] not in (*blanks, ",", "]") and not ended and refill():
-                    continue  # the next piece may continue a number: 1 | .5
-            except (ValueError, RecursionError) as error:
-                if not isinstance(error, RecursionError) and not ended and refill():
-                    continue
-                reason = f"malformed JSON: {error}; the rest of the array is lost"
-                rejects.add(source, line, reason, text[position:])
+            except RecursionError:
+                end, problem = len(text), str(too_deep())
+            except ValueError as error:
+                end, problem = len(text), f"malformed JSON: {error}"
+            # The next piece may end an element, or continue a number: 1 | .5. Pieces double: linear for a huge element.
+            ended = text[end : end + 1] in tuple(" \t\r\n,]")
+            if not ended and (piece := file.read(max(chunk_characters, len(text) - position))):
+                text, position = text[position:] + piece, 0
+                continue
+            if problem:
+                rejects.add(source, line, f"{problem}; the rest of the array is lost", text[position:] + file.read())
                 return
             try:
                 check_depth(record, text.count("[", position, end) + text.count("{", position, end))
@@ -240,11 +223,6 @@ def json_array(path: str, source: str, rejects: Rejects, chunk_characters: int =
                 yield line, record
             line += text.count("\n", position, end)
             position = end
-            if skip(blanks) == ",":
-                position += 1
-            elif text[position : position + 1] != "]":
-                rejects.add(source, line, "malformed JSON: expected `,` or `]` after an element", text[position:])
-                return
 
 
 def _csv_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, dict[str, str]]]:
@@ -253,16 +231,14 @@ def _csv_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, d
     Quoted cells may hold delimiters and line ends. Empty cells and empty rows are left out. Raises UserError if the
     first row has no known column, or one name twice.
     """
-    from draftsmith.recipes.prompts.records import COLUMNS  # not above: it imports this module
+    from draftsmith.recipes.prompts.records import COLUMNS, ID_COLUMNS  # not above: it imports this module
 
     csv.field_size_limit(CELL_CHARACTERS)
     with open_text(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         header_line, header = next(((number, line) for number, line in enumerate(file, 1) if line.strip()), (1, ""))
-        for delimiter in "\t" if ending(path) == ".tsv" else DELIMITERS:
-            columns = [column.strip() for column in next(csv.reader([header], delimiter=delimiter))]
-            if not set(COLUMNS).isdisjoint(columns):
-                break
-        else:
+        delimiter = "\t" if ending(path) == ".tsv" else max(DELIMITERS, key=header.count)
+        columns = [column.strip() for column in next(csv.reader([header], delimiter=delimiter))]
+        if set(COLUMNS).isdisjoint(columns):
             raise UserError(
                 f"{path}:{header_line}: the first row must name the columns, one of them {', '.join(COLUMNS)}; this is "
                 f"{header.strip()[:80].encode('utf-8', 'replace').decode()!r}"
@@ -281,23 +257,25 @@ def _csv_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, d
             number = header_line + rows.line_num + 1
             text.clear()
             try:
-                cells = next(rows, None)
-                if cells is None:
-                    return
-                if not any(cell.strip() for cell in cells):
-                    continue
-                if not is_unicode("".join(cells)):
-                    raise ValueError("not UTF-8: save the file as CSV in UTF-8")
-                if len(cells) != len(columns):
-                    raise ValueError(
-                        f"malformed CSV: the first row names {len(columns)} columns, this one has {len(cells)}"
-                    )
-            except (csv.Error, ValueError) as error:
-                reason = f"malformed CSV: {error}" if isinstance(error, csv.Error) else str(error)
+                cells, problem = next(rows), ""
+            except StopIteration:
+                return
+            except csv.Error as error:
+                cells, problem = [], f"malformed CSV: {error}"
+            if not problem and not any(cell.strip() for cell in cells):
+                continue
+            if not is_unicode("".join(cells)):
+                problem = "not UTF-8: save the file as CSV in UTF-8"
+            elif not problem and len(cells) != len(columns):
+                problem = f"malformed CSV: the first row names {len(columns)} columns, this one has {len(cells)}"
+            if problem:
                 raw = "".join(text).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-                rejects.add(source, number, reason, raw.rstrip())
-            else:
-                yield number, {column: cell for column, cell in zip(columns, cells, strict=True) if column and cell}
+                rejects.add(source, number, problem, raw.rstrip())
+                continue
+            row = {column: cell for column, cell in zip(columns, cells, strict=True) if column and cell}
+            for column in row.keys() & ID_COLUMNS:  # pandas writes whole numbers of a column with gaps as 1.0
+                row[column] = re.sub(r"^(\d+)\.0$", r"\1", row[column])
+            yield number, row
 
 
 def _parquet_rows(path: str, source: str, rejects: Rejects, store: StorePicture | None) -> Iterator[tuple[int, Any]]:
