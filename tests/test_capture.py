@@ -92,21 +92,6 @@ def test_the_plan_says_within_two_percent_what_is_written(
     assert manifest is not None and manifest.complete
 
 
-def test_it_can_be_planned_before_there_are_answers(
-    recipe_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    overrides = [f"data.conversations={tmp_path / 'yet.jsonl'}", f"data.states={tmp_path / 'states'}"]
-    with pytest.raises(UserError, match=r"yet\.jsonl does not exist"):  # and nothing would write it
-        capture(recipe_path, *overrides, "--plan")
-    overrides.append("data.prompts=recipes/demo_prompts/stdlib-train.jsonl.gz")
-    capture(recipe_path, *overrides, "--plan")
-    said = capsys.readouterr().out
-    assert "yet.jsonl  [`draftsmith regenerate` writes it]" in said and "for 1 row of " in said
-    with pytest.raises(UserError, match=r"yet\.jsonl does not exist; run `draftsmith regenerate` first"):
-        capture(recipe_path, *overrides)
-    assert not (tmp_path / "states").exists()
-
-
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,7 +176,7 @@ def test_regeneration_lists_or_removes(
         assert (entry["line"], entry["record"]["id"]) == (2, "t1") and entry["reason"].startswith("contaminated: exact")
         same = recipe_of(tmp_path, target_dir, "remove", prompts=str(tmp_path / "bench.jsonl"))
         with pytest.raises(UserError, match=r"all 4 conversations ask what eval\.prompts ask"):
-            screen(same, read_conversations(str(same.data.prompts), Rejects()), Rejects())
+            screen(same, list(read_conversations(str(same.data.prompts), Rejects())), Rejects())
 
 
 @pytest.mark.parametrize("action", ["list", "remove", "off"])

@@ -1,15 +1,11 @@
 """The image demo: its pictures and captions, its target, and the measure of generated pictures."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 from transformers import AutoTokenizer, Emu3ForConditionalGeneration
 
-from demos import quality
-from demos.codes import encoded
 from demos.digits import CAPTIONS, PIXELS, SPLITS, digit_scans
 from demos.make_image_target import prompt_ids
 from demos.quality import (
@@ -18,7 +14,6 @@ from demos.quality import (
     frechet_distance,
     real_pictures,
 )
-from tests.training_runs import run_main
 
 
 @pytest.fixture(scope="module")
@@ -75,31 +70,3 @@ def test_frechet_distance_of_covariances_that_do_not_commute():
     traces = sum(numpy.trace(numpy.cov(each, rowvar=False)) for each in (a, b))
     expected = ((a.mean(0) - b.mean(0)) ** 2).sum() + traces - 2 * root
     assert frechet_distance(a, b) == pytest.approx(expected)
-
-
-def write_generations(folder: Path, target: ImageTarget, damage: dict[str, int]) -> None:
-    """Real pictures as answers of contenders, of which the first `damage` lack a code."""
-    captions = CAPTIONS[5::12]
-    answers = encoded(target.autoencoder, real_pictures(captions, "answers"))
-    first = target.tokenizer.convert_tokens_to_ids("<|visual token 000000|>")
-    lines = []
-    for name, broken in damage.items():
-        for i, (caption, codes) in enumerate(zip(captions, answers, strict=True)):
-            ids = [first + code for code in codes[(i < broken) :]] + [target.stop]
-            prompt = prompt_ids(target.tokenizer, [caption])[0].tolist()
-            lines.append(json.dumps({"contender": name, "prompt_token_ids": prompt, "token_ids": ids}))
-    folder.mkdir()
-    (folder / "generations.jsonl").write_text("\n".join(lines) + "\n")
-
-
-def test_table_of_contenders(tmp_path: Path, target: ImageTarget, monkeypatch, capsys):
-    """Answers that are no whole picture count as wrong, and their pictures for nothing else."""
-    write_generations(tmp_path / "eval", target, {"exact": 0, "[relaxed]": 6})
-    monkeypatch.setattr(quality, "REAL_PICTURES", 100)
-    monkeypatch.setenv("COLUMNS", "160")
-    run_main(quality, tmp_path / "eval", "--samples", "20")
-    rows = {name: row.split() for row in capsys.readouterr().out.splitlines() if (name := row.strip().split("  ")[0])}
-    assert rows["exact"][1:3] == ["30", "100.0%"] and rows["[relaxed]"][1:3] == ["30", "80.0%"]
-    digit = {name: float(rows[name][-6].rstrip("%")) for name in ("exact", "[relaxed]")}
-    assert digit["[relaxed]"] <= 80 < digit["exact"]
-    assert rows["real pictures"][2] == "30"

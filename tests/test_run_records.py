@@ -94,18 +94,6 @@ def test_a_damaged_best_checkpoint_does_not_cost_the_one_behind_it(
     assert kept_steps(output) == [2, 6] and drafter_is_of(output, 2)
 
 
-@pytest.mark.slow
-def test_the_best_by_simulated_tau_is_found_at_every_checkpoint(
-    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taus = iter(TAUS.values())
-    monkeypatch.setattr(loop.Loop, "validate", lambda _: {"simulated_tau": next(taus)})
-    settings = ["train.keep_best=simulated_tau", "train.save_every_steps=1", "train.validate_every_steps=100"]
-    output = train(recipe_path, *settings, "train.keep_checkpoints=1")
-    assert {line["step"]: line["validation_simulated_tau"] for line in metrics(output)} == TAUS
-    assert kept_steps(output) == [3, 6] and drafter_is_of(output, 3)
-
-
 # Trackers.
 
 

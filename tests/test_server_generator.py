@@ -5,20 +5,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
-from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.answers.generators import GeneratedAnswer, GenerationSettings
-from draftsmith.data_gen.server import generator as server_generator
-from draftsmith.data_gen.server.answers import Vocabulary
-from draftsmith.data_gen.server.generator import Servers
 from draftsmith.models.chat import render_prompt
-from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.schema import GeneratorSection
-from tests.conftest import VOCAB_SIZE
 from tests.fake_server import STOP, FakeServer, Reply, expected
 from tests.server_place import LIMIT, Place
 from tests.server_place import place as place
@@ -93,31 +83,6 @@ def test_concurrency_is_used_and_the_least_loaded_server_is_asked(place: Place) 
     assert [record["id"] for record in records] != [f"q{i}" for i in range(60)]  # they came out of order
 
 
-@contextlib.contextmanager
-def connected(server: FakeServer) -> Iterator[Servers]:
-    vocabulary = Vocabulary(server.tokenizer, VOCAB_SIZE, (STOP,))
-    section = GeneratorSection(kind="openai", base_urls=[server.url])
-    with Servers(section, GenerationSettings(LIMIT, 200, (STOP,), Sampling(1.0)), vocabulary) as servers:
-        servers.connect()
-        yield servers
-
-
-def test_an_interrupt_comes_after_the_answers_that_had_arrived(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(tasks: Any, *_: Any) -> Any:
-        wait(tasks)
-        raise KeyboardInterrupt
-
-    prompts, found = [("a", [7, 8]), ("b", [8, 9])], list[Any]()
-    with FakeServer(tokenizer) as server, connected(server) as servers:
-        monkeypatch.setattr(server_generator, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            for answer in servers(iter(prompts)):
-                found.append(answer)
-    assert sorted(found) == [GeneratedAnswer(k, *expected(tokenizer, p, LIMIT)) for k, p in prompts]
-
-
 # Failures.
 
 
@@ -181,18 +146,6 @@ def test_a_dead_server_is_set_aside_and_used_when_it_is_back(place: Place) -> No
     # Those under way when it died, and no more: the least loaded server is not the dead one.
     failed = re.search(rf"{mortal.url}: .* tokens, (\d+) failed tries", printed)
     assert failed is not None and 0 < int(failed[1]) <= 6
-
-
-def test_dead_at_the_start_is_said(place: Place) -> None:
-    place.ask(5)
-    with FakeServer(place.tokenizer) as server:
-        dead = FakeServer(place.tokenizer)
-        place.use(dead, server)
-        assert f"note: {dead.url} is set aside for now: cannot be reached" in place.run()
-    place.check()
-    place.path.unlink()
-    problems, _ = place.fails()
-    assert len(problems) == 3 and "no server can be used" in problems[-1] and dead.url in problems[0]
 
 
 def test_all_dead_for_too_long_ends_the_run_and_another_goes_on(place: Place) -> None:
