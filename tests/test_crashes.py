@@ -120,7 +120,7 @@ def regenerate_in(recipe: Path, output: Path, with_states: bool) -> None:
     run_main(regenerate, recipe, f"output_dir={output}", *states)
 
 
-EVERY = [7, pytest.param(1, marks=pytest.mark.slow)]  # a test goes on from each n-th of the states
+EVERY = [11, pytest.param(1, marks=pytest.mark.slow)]  # a test goes on from each n-th of the states
 
 
 @dataclass
