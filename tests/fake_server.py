@@ -92,7 +92,7 @@ class FakeServer(Loopback):
         self.bodies: list[Reply] = []
         self.headers: list[dict[str, str]] = []
         self.times: list[float] = []
-        self.busy = self.busiest = 0
+        self.busy = self.busiest = self.looks = 0  # requests under way, at most; at the list of models
         self.chance = random.Random(0)
 
     def answer(self, request: Request) -> Response:
@@ -125,6 +125,7 @@ class FakeServer(Loopback):
                 self.busy -= 1
 
     def _models(self, path: str) -> Response:
+        self.looks += 1
         if self.manners.models is not None:
             return self.manners.models()
         if path != "/v1/models":

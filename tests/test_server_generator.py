@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from draftsmith.data_gen.server import generator as server_generator
 from draftsmith.models.chat import render_prompt
 from tests.fake_server import STOP, FakeServer, Reply, expected
 from tests.server_place import LIMIT, Place
@@ -124,6 +125,18 @@ def test_retry_after_is_honoured(place: Place, status: int) -> None:
             place.run()
     place.check()
     assert len(server.times) == 2 and 0.39 < server.times[1] - server.times[0] < 2
+
+
+@pytest.mark.parametrize(("status", "looks"), [(429, 1), (503, 2)])
+def test_a_busy_server_is_not_set_aside_and_a_broken_one_is_looked_at_again(
+    place: Place, status: int, looks: int
+) -> None:
+    place.ask(1, turns=1)
+    with FakeServer(place.tokenizer, fail=1.0, status=status) as server:
+        place.use(server)
+        place.change(TRIES=server_generator.FAILURES_IN_A_ROW + 1)
+        place.fails()
+    assert server.looks == looks
 
 
 def test_a_dead_server_is_set_aside_and_used_when_it_is_back(place: Place) -> None:

@@ -15,6 +15,7 @@ from draftsmith.data_gen.server.answers import Completion, Failed, Refused, Voca
 from draftsmith.data_gen.server.client import Client
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.server_urls import normalised_urls
+from tests.conftest import make_tokenizer
 from tests.crash import run_script, signalled_when
 from tests.fake_server import STOP, FakeServer, dripping, raw
 from tests.server_place import Place
@@ -243,8 +244,10 @@ def test_stop_tokens_that_servers_strip(tokenizer: PreTrainedTokenizerBase) -> N
     assert read(tokenizer, finish_reason="length", token_ids=[7, STOP, 7, 9]) == ([7, STOP], "stop", False)
 
 
-def test_the_first_stop_token_is_the_template_s(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert Vocabulary(tokenizer, 320, (9, STOP)).usual_stop == STOP
+def test_the_stop_token_that_was_stripped_is_the_template_s_before_the_tokenizer_s() -> None:
+    tokenizer = make_tokenizer(roles={"pad_token": "<|pad|>", "eos_token": "<|system|>"})
+    assert Vocabulary(tokenizer, 320, (9, 1, STOP)).usual_stop == STOP
+    assert Vocabulary(tokenizer, 320, (9, 1)).usual_stop == 1
     assert Vocabulary(tokenizer, 320, (9,)).usual_stop == 9
 
 
