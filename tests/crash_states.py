@@ -55,8 +55,9 @@ def watched(folder: Path) -> Iterator[list[State]]:
         before, after = states[-1], state_of(folder)
         for name, content in after.items():
             old = before.get(name) or b""
-            grown = content is not None and len(content) > len(old) + 1 and content.startswith(old)
-            if grown and content not in before.values():  # there, it was renamed
+            if content is None or content in before.values():  # a folder, or renamed
+                continue
+            if len(content) > len(old) + 1 and content.startswith(old):
                 states.append(before | {name: content[: (len(old) + len(content)) // 2]})
         if after != states[-1]:
             states.append(after)

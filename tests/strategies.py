@@ -59,7 +59,7 @@ def for_all(examples: int, **drawn: st.SearchStrategy) -> Callable[[Callable[...
             deadline=None,
             derandomize=True,
             database=None,
-            suppress_health_check=list(HealthCheck),
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
         )
         form(given(**drawn)(check))()
 
@@ -94,7 +94,7 @@ def damaged_records(draw: st.DrawFn) -> Any:
             value = draw(values)
         if isinstance(container, dict) and deed != "drop":
             container[draw(st.sampled_from(KEYS)) if deed == "rename" else key] = json.loads(json.dumps(value))
-        elif deed != "drop":
+        elif isinstance(container, list) and deed != "drop":
             container.insert(key, json.loads(json.dumps(value)))
     return record
 

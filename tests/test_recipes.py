@@ -14,9 +14,8 @@ from draftsmith.recipes.command import cli
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import PACKAGE, dump_recipe, load_recipe
 from draftsmith.recipes.schema import Recipe
-from tests.recipe_cases import SMALLEST, problems_of
+from tests.recipe_cases import SMALLEST, limited, problems_of
 from tests.recipe_cases import write as write
-from tests.test_mutations import limited
 
 
 def test_key_in_the_wrong_section_is_pointed_to_the_right_one(write):

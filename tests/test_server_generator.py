@@ -79,8 +79,8 @@ def test_concurrency_is_used_and_the_least_loaded_server_is_asked(place: Place) 
         place.use(slow, fast, concurrency=4)
         place.run()
     records = place.check()
-    assert slow.busiest == 2 <= fast.busiest <= 4  # the first four are shared
-    assert 2 <= slow.asked.total() < 15 and slow.asked.total() + fast.asked.total() == 60
+    assert 2 <= slow.busiest <= 4 and 2 <= fast.busiest <= 4  # the first four are shared
+    assert slow.asked.total() < 20 and slow.asked.total() + fast.asked.total() == 60
     assert [record["id"] for record in records] != [f"q{i}" for i in range(60)]  # they came out of order
 
 
