@@ -21,7 +21,7 @@ def main() -> None:
     command = parse_command(__doc__)
     if not command.plan and "answers" in command.recipe.data.sam.names:
         need(conversations(command.recipe))
-    from draftsmith.data_gen.corpus import automaton
+    from draftsmith.data_gen.vocabulary import automaton
 
     automaton.main(command)
     print_next(command, "build-sam")

@@ -6,7 +6,7 @@
 
 Compares data.prompts (and data.conversations, if the recipe names it) with eval.prompts and writes
 <output_dir>/contamination.jsonl: one line for each match, with the beginnings of both texts.
-`data_gen/rows/overlap.py` says when two user turns count as the same question. data_gen/regenerate.py runs
+`data_gen/training_rows/overlap.py` says when two user turns count as the same question. data_gen/regenerate.py runs
 the same check before it asks anything. With data.contamination: remove, matches are left out there, in
 data_gen/rank_vocab.py and in training.
 
@@ -22,7 +22,7 @@ def main() -> None:
     command = parse_command(__doc__)
     if command.recipe.eval.prompts is None:
         raise UserError("eval.prompts: not given; there is nothing to compare the training conversations with")
-    from draftsmith.data_gen.rows import overlap
+    from draftsmith.data_gen.training_rows import overlap
 
     overlap.main(command)
 

@@ -16,7 +16,7 @@ def main() -> None:
     command = parse_command(__doc__, extra=_options, writes=False)
     if not command.plan:
         need(conversations(command.recipe))
-    from draftsmith.data_gen.rows import shown as shown_rows
+    from draftsmith.data_gen.training_rows import shown as shown_rows
 
     shown_rows.main(command)
 

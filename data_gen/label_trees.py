@@ -22,7 +22,7 @@ from draftsmith.recipes.command.stages import print_next
 
 def main() -> None:
     command = parse_command(__doc__, extra=_options)
-    from draftsmith.data_gen.trees import labelling
+    from draftsmith.data_gen.c2t_labels import labelling
 
     labelling.main(command)
     print_next(command, "label-trees")

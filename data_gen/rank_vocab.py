@@ -23,7 +23,7 @@ def main() -> None:
     command = parse_command(__doc__)
     if not (command.plan or command.recipe.data.ranking.sources):
         need(conversations(command.recipe))
-    from draftsmith.data_gen.corpus import ranking
+    from draftsmith.data_gen.vocabulary import ranking
 
     ranking.main(command)
     print_next(command, "rank-vocab")

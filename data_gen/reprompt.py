@@ -24,7 +24,7 @@ def main() -> None:
     command = parse_command(__doc__)
     if command.recipe.data.reprompt.sources is None:
         raise UserError("data.reprompt.sources: not given; name a file of pictures with captions, or `hf:org/name`")
-    from draftsmith.data_gen.pictures import long_answers
+    from draftsmith.data_gen.reprompting import long_answers
 
     long_answers.main(command)
     print_next(command, "reprompt")

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.data_gen.trees.labelled_trees import Trees
+from draftsmith.data_gen.c2t_labels.labelled_trees import Trees
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.target import Target, load_causal_lm

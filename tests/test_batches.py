@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import length_of
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.alignment import Documents, columns_of
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError

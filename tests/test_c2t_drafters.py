@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.data_gen import label_trees
-from draftsmith.data_gen.trees.labelled_trees import Trees
+from draftsmith.data_gen.c2t_labels.labelled_trees import Trees
 from draftsmith.eval.decoding.contenders import (
     Lineup,
     check_contenders,

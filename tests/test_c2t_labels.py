@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.data_gen.trees.labelled_trees import TENSORS, Trees
-from draftsmith.data_gen.trees.labelling import Labelled, label
+from draftsmith.data_gen.c2t_labels.labelled_trees import TENSORS, Trees
+from draftsmith.data_gen.c2t_labels.labelling import Labelled, label
 from draftsmith.eval.decoding.decode import decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.recorded.answers import RecordedAnswer

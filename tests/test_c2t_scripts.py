@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from draftsmith.data_gen import label_trees
-from draftsmith.data_gen.trees import labelling
-from draftsmith.data_gen.trees.labelled_trees import Trees
+from draftsmith.data_gen.c2t_labels import labelling
+from draftsmith.data_gen.c2t_labels.labelled_trees import Trees
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import Lineup, main_contender
 from draftsmith.models.c2t import C2tClassifier, C2tConfig, read_c2t_config

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from draftsmith.data_gen.trees.labelled_trees import Trees
+from draftsmith.data_gen.c2t_labels.labelled_trees import Trees
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import ClassifierSection

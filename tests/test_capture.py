@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from draftsmith.data_gen.states import capturing
-from draftsmith.data_gen.states.jobs import Job, estimated_bytes
 from draftsmith.data_gen.states.manifest import StoreManifest, entry_path, file_problem
 from draftsmith.data_gen.states.store import Store
+from draftsmith.data_gen.states.store_plan import StorePlan, estimated_bytes
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
@@ -82,7 +82,7 @@ def test_the_plan_says_within_two_percent_what_is_written(
 ) -> None:
     overrides = [*KINDS[kind], f"data.states={tmp_path / 'states'}", f"data.capture.dtype={dtype}"]
     recipe = load_recipe(recipe_path, overrides)
-    job = Job.of(recipe, rows_of(recipe), tokenizer_fingerprint(load_tokenizer(recipe.target)))
+    job = StorePlan.of(recipe, rows_of(recipe), tokenizer_fingerprint(load_tokenizer(recipe.target)))
     capture(recipe_path, *overrides, "--plan")
     assert not (tmp_path / "states").exists() and "are free" in capsys.readouterr().out
     capture(recipe_path, *overrides)

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data_gen.answers.generators import GeneratedAnswer
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
-from draftsmith.data_gen.corpus.ranking import count_supervised
-from draftsmith.data_gen.rows.training_rows import training_rows
+from draftsmith.data_gen.training_rows.rows import training_rows
+from draftsmith.data_gen.vocabulary.ranking import count_supervised
 from draftsmith.models.chat import (
     RenderError,
     answer_message,

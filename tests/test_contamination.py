@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from draftsmith.data_gen import contamination, rank_vocab
-from draftsmith.data_gen.rows import overlap
-from draftsmith.data_gen.rows.overlap import GRAM, EvaluationIndex, screen
+from draftsmith.data_gen.training_rows import overlap
+from draftsmith.data_gen.training_rows.overlap import GRAM, EvaluationIndex, screen
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation

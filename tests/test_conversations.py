@@ -10,8 +10,8 @@ from tokenizers import processors
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from draftsmith.data_gen import conversations
-from draftsmith.data_gen.rows import shown as shown_rows
-from draftsmith.data_gen.rows.training_rows import TrainingRow, rows_of, training_rows, turns_of_messages
+from draftsmith.data_gen.training_rows import shown as shown_rows
+from draftsmith.data_gen.training_rows.rows import TrainingRow, rows_of, training_rows, turns_of_messages
 from draftsmith.models.chat import RenderError, decode_answer, load_tokenizer, render_prompt, tokenizer_fingerprint
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects

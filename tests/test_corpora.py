@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.corpus import reader as corpus_reader
-from draftsmith.data_gen.corpus.counts import Tokeniser, counts_path
-from draftsmith.data_gen.corpus.reader import items
-from draftsmith.data_gen.rows.training_rows import turns_of_messages
+from draftsmith.data_gen.training_rows.rows import turns_of_messages
+from draftsmith.data_gen.vocabulary import reader as corpus_reader
+from draftsmith.data_gen.vocabulary.counts import Tokeniser, counts_path
+from draftsmith.data_gen.vocabulary.reader import items
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.errors import UserError

@@ -15,7 +15,7 @@ import yaml
 from PIL import Image, ImageChops, ImageStat
 
 from draftsmith.data_gen import label_trees, regenerate
-from draftsmith.data_gen.trees.labelled_trees import Trees
+from draftsmith.data_gen.c2t_labels.labelled_trees import Trees
 from draftsmith.eval import acceptance, plan
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.page.files import generations_path

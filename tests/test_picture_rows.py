@@ -12,8 +12,8 @@ import torch
 import yaml
 from datasets import Dataset
 
-from draftsmith.data_gen.rows.overlap import Check
-from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
+from draftsmith.data_gen.training_rows.overlap import Check
+from draftsmith.data_gen.training_rows.rows import TrainingRow, training_rows
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.models.checkpoint import read_drafter_config, read_weights
 from draftsmith.models.vocab import DraftVocab

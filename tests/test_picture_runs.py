@@ -11,8 +11,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from draftsmith.data_gen.states.jobs import estimated_bytes, job_of
 from draftsmith.data_gen.states.store import Store, states_length
+from draftsmith.data_gen.states.store_plan import estimated_bytes, plan_store
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -161,7 +161,7 @@ def test_damaged_pictures_of_a_store_are_told_and_written_again(
     states = tmp_path / "run/states"
     before = files_of(states)
     assert sum(map(len, before.values())) == pytest.approx(
-        estimated_bytes(job_of(load_recipe(path), Rejects())), rel=0.02
+        estimated_bytes(plan_store(load_recipe(path), Rejects())), rel=0.02
     )
     one, other = sorted((states / "pictures").iterdir())
     one.unlink()

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow, Turn, rows_of
 from draftsmith.data_gen.states.store import key_of
+from draftsmith.data_gen.training_rows.rows import TrainingRow, Turn, rows_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.recorded.answers import RecordedAnswer

@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.corpus.template_tokens import template_tokens
+from draftsmith.data_gen.vocabulary.template_tokens import template_tokens
 from draftsmith.eval.decoding.contenders import contender_of, vocab_of
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.models.vocab import (

@@ -12,7 +12,7 @@ import torch
 from draftsmith.data_gen.answers import generators
 from draftsmith.data_gen.answers.conversation_log import ConversationLog
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
-from draftsmith.data_gen.rows.training_rows import training_rows
+from draftsmith.data_gen.training_rows.rows import training_rows
 from draftsmith.eval.measured.evaluation import make_out
 from draftsmith.models.chat import load_tokenizer, prompt_date, render_prompt
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws

@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 from draftsmith.data_gen import reprompt
-from draftsmith.data_gen.pictures.long_answers import INSTRUCTIONS, REQUESTS, reprompted
+from draftsmith.data_gen.reprompting.long_answers import INSTRUCTIONS, REQUESTS, reprompted
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.prompts.picture_parts import with_picture_parts

@@ -19,8 +19,8 @@ from docs.study.numbers import CHAIN, Estimate, Found, cells_of, over_seeds
 from docs.study.run import ROOT, TREE, Table, read_lines
 from draftsmith.recipes.command.stages import SCRIPTS
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.held_out import validation_rank
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.validation import validation_rank
 from tests.training_runs import SIX_STEPS, to_train
 
 CELLS, VISION = (Table(Path(f"docs/study/{name}.yaml")) for name in ("cells", "vision"))

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from draftsmith.data_gen import conversations
-from draftsmith.data_gen.rows.training_rows import TrainingRow, rows_of, turns_of_messages
 from draftsmith.data_gen.server.answers import Vocabulary
+from draftsmith.data_gen.training_rows.rows import TrainingRow, rows_of, turns_of_messages
 from draftsmith.models.chat import decode_answer, load_config, load_tokenizer, render_prompt
 from draftsmith.models.turn_ends import answer_notes, stop_ids, turn_ends
 from draftsmith.recipes.errors import UserError

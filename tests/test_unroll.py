@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import torch
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.layers import GatedMLP, RmsNorm, rotary
 from draftsmith.models.prompt import DecoderInputs

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.stored_target import save_config_and_tokenizer
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.causal_lm import CausalLMDrafting

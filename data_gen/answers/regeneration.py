@@ -20,12 +20,12 @@ from draftsmith.data_gen.answers.generators import (
     resolve_sampling,
 )
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
-from draftsmith.data_gen.rows.overlap import screen
 from draftsmith.data_gen.server.answers import Vocabulary
 from draftsmith.data_gen.server.generator import Servers, Unanswered
-from draftsmith.data_gen.states.answer_states import AnswerStates, asked_states, storing
+from draftsmith.data_gen.states.answer_states import AnswerStates, storing, wanted_states
 from draftsmith.data_gen.states.capturing import complete
-from draftsmith.data_gen.states.jobs import Asked
+from draftsmith.data_gen.states.store_plan import WantedStates
+from draftsmith.data_gen.training_rows.overlap import screen
 from draftsmith.eval.decoding.target_facts import bounded_rows, check_evaluation, longest_row
 from draftsmith.models.chat import (
     RenderError,
@@ -121,7 +121,7 @@ def main(command: Command) -> int:
             with open_servers(recipe, settings, tokenizer) as servers:
                 log.identify("served_model", servers.connect())
                 return regenerate(servers, tokenizer, todo, settings, log, rejects)
-        if (asked := asked_states(recipe, generator["tokenizer_fingerprint"])) is not None:
+        if (asked := wanted_states(recipe, generator["tokenizer_fingerprint"])) is not None:
             prompts = first_prompts(tokenizer, todo)
             check_room_for_states(asked, recipe.states_dir, prompts, len(todo), log.content)
         writer = Writer.of(recipe, settings)
@@ -337,7 +337,9 @@ def first_prompts(tokenizer: PreTrainedTokenizerBase, conversations: list[Conver
     return found
 
 
-def check_room_for_states(asked: Asked, directory: Path, prompts: list[int], count: int, log: LogContent) -> None:
+def check_room_for_states(
+    asked: WantedStates, directory: Path, prompts: list[int], count: int, log: LogContent
+) -> None:
     """Raises UserError if the states of `count` conversations do not fit on the disk, with one answer each of the mean
     length so far.
 
@@ -393,7 +395,7 @@ def print_regeneration_plan(
         plan.line("tokens", f"at most {tokens:,} of answers, data.generator.max_new_tokens each", "exact")
         size = f"{gigabytes(BYTES_A_TOKEN * tokens)} of answers, besides the prompts"
         plan.line("disk", f"at most {size}", f"assumed: {BYTES_A_TOKEN} bytes a token")
-    if (states := asked_states(recipe, tokenizer_fingerprint(tokenizer))) is not None:
+    if (states := wanted_states(recipe, tokenizer_fingerprint(tokenizer))) is not None:
         size = gigabytes(count * states.bytes_of(settings.max_length, settings.max_length))
         free = gigabytes(free_bytes(recipe.states_dir))
         text = f"{list(states.layers)}{' and the last' * states.shape.has_last}, in {recipe.data.capture.dtype}: "

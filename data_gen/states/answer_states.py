@@ -10,13 +10,13 @@ from contextlib import contextmanager
 import torch
 from safetensors import SafetensorError
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow, Turn, is_usable, rows_of
-from draftsmith.data_gen.states.jobs import Asked, store_summary
 from draftsmith.data_gen.states.manifest import StoreManifest, make_folder
 from draftsmith.data_gen.states.recording import RecordingSession
 from draftsmith.data_gen.states.store import Encoded, RowShape, states_length
+from draftsmith.data_gen.states.store_plan import WantedStates, store_summary
 from draftsmith.data_gen.states.stored_target import save_target, target_is_whole
 from draftsmith.data_gen.states.written import FOLDER, WrittenRows
+from draftsmith.data_gen.training_rows.rows import TrainingRow, Turn, is_usable, rows_of
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError, first_line
@@ -73,7 +73,7 @@ class AnswerStates:
         return tensors
 
 
-def asked_states(recipe: Recipe, fingerprint: str) -> Asked | None:
+def wanted_states(recipe: Recipe, fingerprint: str) -> WantedStates | None:
     """What is to be stored, before anything is loaded; None: nothing.
 
     Raises UserError if the folder cannot be used, or holds rows of other states.
@@ -83,7 +83,7 @@ def asked_states(recipe: Recipe, fingerprint: str) -> Asked | None:
         return None
     if (problem := output_problem(directory, folder=True)) is not None:
         raise UserError(f"data.states: {problem}")
-    asked = Asked.of(recipe, fingerprint)
+    asked = WantedStates.of(recipe, fingerprint)
     if (store := StoreManifest.read(directory)) is not None:
         print(
             f"note: {directory} holds a store already ({store_summary(store)}); the states of further answers are not "
@@ -96,7 +96,7 @@ def asked_states(recipe: Recipe, fingerprint: str) -> Asked | None:
 
 
 @contextmanager
-def storing(recipe: Recipe, asked: Asked, target: Target, fingerprint: str) -> Iterator[AnswerStates]:
+def storing(recipe: Recipe, asked: WantedStates, target: Target, fingerprint: str) -> Iterator[AnswerStates]:
     """Locks the folder of states and opens it for rows.
 
     Raises UserError if it cannot be written, if another run is writing there, or if it holds rows of other states.

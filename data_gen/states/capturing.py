@@ -15,23 +15,23 @@ from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
-from draftsmith.data_gen.states.jobs import (
-    Job,
+from draftsmith.data_gen.states.manifest import StoreManifest, make_folder
+from draftsmith.data_gen.states.store import ShardBuffer, states_length
+from draftsmith.data_gen.states.store_plan import (
+    StorePlan,
     check_room,
     identity_of,
     is_own,
-    job_of,
     missing_shards,
     needs_target,
     plan_before_regeneration,
     plan_capture,
+    plan_store,
     rows_to_make,
     rows_written,
     store_so_far,
     store_summary,
 )
-from draftsmith.data_gen.states.manifest import StoreManifest, make_folder
-from draftsmith.data_gen.states.store import ShardBuffer, states_length
 from draftsmith.data_gen.states.stored_pictures import PICTURES, save_pictures
 from draftsmith.data_gen.states.stored_target import save_target
 from draftsmith.data_gen.states.written import FOLDER, WrittenRows
@@ -65,18 +65,18 @@ def main(command: Command) -> None:
             plan_before_regeneration(plan, recipe)
         return
     rejects = Rejects(recipe.training_rejects_path if leads and not command.plan else None)
-    job = job_of(recipe, rejects)
+    wanted = plan_store(recipe, rejects)
     existed = directory.exists()
     with ExitStack() as held:
         if leads and existed and not command.plan:
             held.enter_context(alone_in(directory))
-        manifest, written = store_so_far(directory, job, command.verify), rows_written(directory, job)
+        manifest, written = store_so_far(directory, wanted, command.verify), rows_written(directory, wanted)
         if leads:
             if rejects.total:
                 print(rejects.summary())
             with PlanLines() as plan:
-                plan_capture(plan, job, manifest, directory, written)
-                check_room(job, manifest, directory, written)
+                plan_capture(plan, wanted, manifest, directory, written)
+                check_room(wanted, manifest, directory, written)
         else:
             logging.disable_progress_bar()  # transformers': rank 0 shows its own
         if command.plan:
@@ -86,7 +86,7 @@ def main(command: Command) -> None:
             held.enter_context(alone_in(directory))
         if world_size() == 1:  # else another process may be writing
             clear_leftovers(directory)
-        capture(job, directory, manifest, written)
+        capture(wanted, directory, manifest, written)
 
 
 def complete(recipe: Recipe, target: Target | None = None) -> None:
@@ -105,18 +105,18 @@ def complete(recipe: Recipe, target: Target | None = None) -> None:
             return
         if not any((directory / FOLDER).glob("*.safetensors")):
             return
-        job = job_of(recipe, Rejects())
-        manifest, written = store_so_far(directory, job, verify=False), rows_written(directory, job)
-        left = [row for row in rows_to_make(job, manifest) if written is None or row not in written]
+        wanted = plan_store(recipe, Rejects())
+        manifest, written = store_so_far(directory, wanted, verify=False), rows_written(directory, wanted)
+        left = [row for row in rows_to_make(wanted, manifest) if written is None or row not in written]
         clear_leftovers(directory)
-        if left or (target is None and needs_target(job, manifest, directory, written)):
+        if left or (target is None and needs_target(wanted, manifest, directory, written)):
             print(
-                f"{directory}: the states of {len(job.rows) - len(left):,} of {len(job.rows):,} rows are stored; "
+                f"{directory}: the states of {len(wanted.rows) - len(left):,} of {len(wanted.rows):,} rows are stored; "
                 "`draftsmith capture` adds the rest"
             )
             return
-        check_room(job, manifest, directory, written)
-        capture(job, directory, manifest, written, target)
+        check_room(wanted, manifest, directory, written)
+        capture(wanted, directory, manifest, written, target)
 
 
 # Capturing.
@@ -132,7 +132,11 @@ def clear_leftovers(directory: Path) -> None:
 
 
 def capture(
-    job: Job, directory: Path, manifest: StoreManifest, written: WrittenRows | None, target: Target | None = None
+    wanted: StorePlan,
+    directory: Path,
+    manifest: StoreManifest,
+    written: WrittenRows | None,
+    target: Target | None = None,
 ) -> None:
     """Makes this process's missing shards; then, if the store is complete, says so.
 
@@ -142,10 +146,10 @@ def capture(
         written: rows for which the target need not run.
         target: if it is loaded already.
     """
-    missing = [number for number in missing_shards(job, manifest) if is_own(number)]
+    missing = [number for number in missing_shards(wanted, manifest) if is_own(number)]
     if missing or (rank() == 0 and not manifest.files):
         try:
-            _make_missing(job, missing, directory, manifest, written, target)
+            _make_missing(wanted, missing, directory, manifest, written, target)
         except (OSError, SafetensorError) as error:
             manifest.look(directory)
             raise UserError(
@@ -160,21 +164,21 @@ def capture(
 
 
 def _make_missing(
-    job: Job,
+    wanted: StorePlan,
     missing: Sequence[int],
     directory: Path,
     manifest: StoreManifest,
     written: WrittenRows | None,
     target: Target | None,
 ) -> None:
-    if target is None and needs_target(job, manifest, directory, written):
-        target = target_of(job)
+    if target is None and needs_target(wanted, manifest, directory, written):
+        target = target_of(wanted)
     if target is not None:
-        identity = identity_of(target, job.recipe, job.fingerprint)
+        identity = identity_of(target, wanted.recipe, wanted.fingerprint)
     else:
         assert written is not None and written.manifest is not None
         identity = written.manifest.made_of["target"]
-    made_of = job.made_of | {"target": job.made_of["target"] | identity}
+    made_of = wanted.made_of | {"target": wanted.made_of["target"] | identity}
     if manifest.files or manifest.shards:
         manifest.refuse_if_other(made_of, directory)
     if written is not None and written.manifest is not None:
@@ -182,15 +186,15 @@ def _make_missing(
     manifest.made_of = made_of
     if rank() == 0:
         if not manifest.files and target is not None:
-            manifest.files = save_target(job.recipe.target, target, directory)
+            manifest.files = save_target(wanted.recipe.target, target, directory)
         elif not manifest.files and written is not None and written.manifest is not None:
             manifest.files = written.manifest.files
         manifest.write(directory)
     made_of_digest, nonfinite = manifest.digest, list[str]()
-    tokens = sum(states_length(row) for number in missing for row in job.shards[number])
+    tokens = sum(states_length(row) for number in missing for row in wanted.shards[number])
     with Bar(total=tokens, desc="capture", unit="token", unit_scale=True, disable=rank() > 0) as bar:
         for number in missing:
-            shard, left = ShardBuffer(job.shape, job.shards[number]), list[int]()
+            shard, left = ShardBuffer(wanted.shape, wanted.shards[number]), list[int]()
             for index, row in enumerate(shard.rows):
                 states = None if written is None else written.get(row)
                 if states is None:
@@ -199,8 +203,8 @@ def _make_missing(
                     shard.place(index, states)
                     bar.update(states_length(row))
             lengths = [states_length(shard.rows[index]) for index in left]
-            for batch in batches_by_length(lengths, job.recipe.data.capture.batch_tokens):
-                target = target or target_of(job)  # written states may be damaged
+            for batch in batches_by_length(lengths, wanted.recipe.data.capture.batch_tokens):
+                target = target or target_of(wanted)  # written states may be damaged
                 fill(shard, [left[i] for i in batch], target)
                 bar.update(sum(lengths[i] for i in batch))
             if target is not None:
@@ -225,9 +229,9 @@ def fill(shard: ShardBuffer, batch: Sequence[int], target: Target) -> None:
         shard.put(index, states.captured[i, : states_length(row)], states.last[i, : states_length(row)])
 
 
-def target_of(job: Job) -> Target:
-    section = job.recipe.target
-    return loaded_target(section, job.layers, device_of_rank(section.device))
+def target_of(wanted: StorePlan) -> Target:
+    section = wanted.recipe.target
+    return loaded_target(section, wanted.layers, device_of_rank(section.device))
 
 
 def device_of_rank(wanted: str) -> str | None:

@@ -10,10 +10,9 @@
         captured_scale  [N, S]      float32, only for fp8: a state is values * scale
         last            [M, H]      the last states of teacher positions. `last` and `last_scale` are absent if the
         last_scale      [M]         drafter reads the last state, because `captured` holds it then
-        ids             [N] int32   these tokens
-        starts          [R + 1]     those of row r are starts[r] to starts[r + 1]
-        spans           [P, 3]      (row, start, end) of the supervised spans
-        key             [R, 16]     `key_of` each row
+        starts          [R + 1]     the captured states of row r are starts[r] to starts[r + 1]
+        last_starts     [R + 1]     its last states
+        key             [R, 16]     `key_of` each row: of its tokens, spans and inserts, which are not stored
 
 Tokens behind a row's last span are not stored, because training never reads them (`train.run.batches.collate`). Neither
 is the state of that span's last token: no counted column reads it, and decoding never computes it. Teachers follow
@@ -36,7 +35,7 @@ store serves every drafter. Column 6 is the first behind the picture:
 Rows are sorted into shards by their keys, which are random. A shard is therefore a fair sample, and training shuffles
 shards, then the rows of a few neighbouring shards (`train.run.state_sources`).
 
-Shapes: N tokens, S captured states of width H, M teacher positions, R rows, P spans, T tokens of a row.
+Shapes: N tokens, S captured states of width H, M teacher positions, R rows, T tokens of a row.
 """
 
 import hashlib
@@ -53,8 +52,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.manifest import StoreManifest, entry_path, file_problem, shard_path
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.target_columns import columns_of_picture
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import atomic_path, atomic_write
@@ -141,13 +140,6 @@ def stored_tokens(row: TrainingRow, picture_states: bool) -> int:
     return states_length(row) - (0 if picture_states else sum(map(len, columns_of_pictures(row))))
 
 
-def stored_ids(row: TrainingRow, picture_states: bool) -> list[int]:
-    """Token ids at `stored_positions`."""
-    if picture_states or not row.inserts:
-        return row.input_ids[: states_length(row)]
-    return [row.input_ids[position] for position in stored_positions(row, picture_states).tolist()]
-
-
 def teacher_positions(spans: Sequence[tuple[int, int]]) -> list[int]:
     """Positions with a last state that teaches some column, ascending. The first token has no column before it.
 
@@ -156,7 +148,7 @@ def teacher_positions(spans: Sequence[tuple[int, int]]) -> list[int]:
     return [position for start, end in spans for position in range(max(start, 1), end - 1)]
 
 
-def taught_tokens(spans: Iterable[Sequence[int]]) -> int:
+def taught_tokens(spans: Sequence[tuple[int, int]]) -> int:
     """Number of `teacher_positions`."""
     return sum(max(0, end - max(start, 1) - 1) for start, end in spans)
 
@@ -189,7 +181,7 @@ class RowShape:
     def bytes_of(self, row: TrainingRow) -> int:
         state, length = self.encoding.bytes_of(self.hidden_size), stored_tokens(row, self.picture_states)
         taught = taught_tokens(row.spans) if self.has_last else 0
-        return state * (self.states * length + taught) + 4 * length + 24 * len(row.spans) + 8 + KEY_BYTES
+        return state * (self.states * length + taught) + 16 + KEY_BYTES
 
     def shards(self, rows: Sequence[TrainingRow], shard_bytes: float) -> list[list[TrainingRow]]:
         """Divides distinct rows, in the order of their keys, into shards of about the same size."""
@@ -274,13 +266,10 @@ class ShardBuffer:
         Args:
             made_of: the manifest's `digest`.
         """
-        ids = [stored_ids(row, self.shape.picture_states) for row in self.rows]
-        spans = [(index, start, end) for index, row in enumerate(self.rows) for start, end in row.spans]
         keys = b"".join(map(key_of, self.rows))
         tensors = self.tensors | {
-            "ids": torch.tensor([token for row in ids for token in row], dtype=torch.int32),
             "starts": torch.tensor(self.starts),
-            "spans": torch.tensor(spans),
+            "last_starts": torch.tensor(self.taught_starts),
             "key": torch.frombuffer(bytearray(keys), dtype=torch.uint8).view(-1, KEY_BYTES),
         }
         path = shard_path(directory, number)
@@ -357,7 +346,7 @@ class Store:
         self.picture_states: bool = manifest.made_of["picture_states"]
         self._verified: set[int] = set()
         self._opened = lru_cache(OPEN_SHARDS)(self._open)  # a process may not open many files
-        self._starts = lru_cache(None)(lambda number: _starts(self._opened(number)))
+        self._starts = lru_cache(None)(self._read_starts)
         self._places = dict(self._read_keys())  # key -> (shard, row in it)
 
     def _read_keys(self) -> Iterator[tuple[bytes, tuple[int, int]]]:
@@ -391,20 +380,23 @@ class Store:
             if problem := file_problem(self.directory / entry["file"], entry, digest=True):
                 raise UserError(f"{problem}; {REPAIR}")
             self._verified.add(number)
-        return self._from_shard(number, lambda shard: self._read(shard, number, index, row))
+        return self._from_shard(number, lambda shard: self._read(shard, number, index))
 
-    def _read(self, shard: Any, number: int, index: int, row: TrainingRow) -> RowStates:
-        starts, taught_starts = self._starts(number)
+    def _read(self, shard: Any, number: int, index: int) -> RowStates:
+        starts, last_starts = self._starts(number)
         names = set(shard.keys())
 
         def part(name: str, starts: Sequence[int]) -> torch.Tensor | None:
             return shard.get_slice(name)[starts[index] : starts[index + 1]] if name in names else None
 
-        captured, ids = part("captured", starts), part("ids", starts)
-        if captured is None or ids is None or ids.tolist() != stored_ids(row, self.picture_states):
-            raise self._damaged(number, f"its tokens of row {row.id!r} are not the row's")
-        last, last_scale = part("last", taught_starts), part("last_scale", taught_starts)
+        captured = part("captured", starts)
+        assert captured is not None
+        last, last_scale = part("last", last_starts), part("last_scale", last_starts)
         return RowStates(captured, part("captured_scale", starts), last, last_scale)
+
+    def _read_starts(self, number: int) -> tuple[list[int], list[int]]:
+        shard = self._opened(number)
+        return shard.get_tensor("starts").tolist(), shard.get_tensor("last_starts").tolist()
 
     def _open(self, number: int) -> Any:
         return safe_open(self.directory / self.manifest.shards[number]["file"], framework="pt")
@@ -423,12 +415,3 @@ class Store:
 
 OPEN_SHARDS = 16
 REPAIR = "copy it again, or run `draftsmith capture --verify`, which rewrites damaged files"
-
-
-def _starts(shard: Any) -> tuple[list[int], list[int]]:
-    """For each row of a shard, the start of its tokens and the start of its teacher positions."""
-    starts = shard.get_tensor("starts").tolist()
-    taught = [0] * (len(starts) - 1)
-    for row, *span in shard.get_tensor("spans").tolist():
-        taught[row] += taught_tokens([span])
-    return starts, list(accumulate(taught, initial=0))

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import HEADER_BYTES, REPAIR, length_of
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.prompt import Insert
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError, first_line

@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.manifest import StoreManifest
 from draftsmith.data_gen.states.store import key_of
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
 

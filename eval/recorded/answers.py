@@ -25,9 +25,9 @@ from draftsmith.models.prompt import Prompt, RenderError
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.json_text import json_object
+from draftsmith.recipes.held_out import validation_rank
 from draftsmith.recipes.prompts.picture_parts import pictures_of
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.validation import validation_rank
 
 SHOWN_FAULTS = 3
 EVERYONE = ""  # contender name of answers in conversations: they serve all contenders

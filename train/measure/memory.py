@@ -11,8 +11,8 @@ from typing import Any
 
 import psutil
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import length_of, taught_tokens
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.eval.recorded.replay import pass_tokens, replay_bytes
 from draftsmith.models.costs import Device, TargetSize, target_forward_bytes

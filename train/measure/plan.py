@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import Store, taught_tokens
 from draftsmith.data_gen.states.stored_target import stored_bytes
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.decoding.target_facts import bounded_rows
 from draftsmith.models.chat import load_config, tokenizer_fingerprint
 from draftsmith.models.checkpoint import shape_of_run

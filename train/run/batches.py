@@ -12,8 +12,8 @@ from itertools import accumulate
 
 import torch
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import length_of, taught_tokens
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.alignment import Documents
 from draftsmith.models.prompt import PlacedInsert
 

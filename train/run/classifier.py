@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from draftsmith.data_gen.trees.labelled_trees import Trees
+from draftsmith.data_gen.c2t_labels.labelled_trees import Trees
 from draftsmith.models.c2t import C2tClassifier, C2tConfig, read_c2t_config
 from draftsmith.models.checkpoint import provenance
 from draftsmith.recipes.command.cli import Command

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.store import Store
+from draftsmith.data_gen.training_rows.rows import TrainingRow, usable_rows
 from draftsmith.models.chat import FINGERPRINT_COVERS, load_config, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, shape_of_run
 from draftsmith.models.feature_drafter import DrafterConfig
@@ -15,9 +15,9 @@ from draftsmith.models.vocab import DraftVocab, load_metadata
 from draftsmith.recipes.command.inputs import draft_vocab, need
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.held_out import validation_rank
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.validation import validation_rank
 from draftsmith.train.run.initial_drafter import check_start
 from draftsmith.train.run.state_sources import store_of
 

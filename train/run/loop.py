@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.profiler import record_function
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.target import Target
 from draftsmith.recipes.command.progress import Bar

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.models.checkpoint import written
 from draftsmith.models.feature_drafter import DrafterConfig

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 
 import torch
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import (
     RowStates,
     Store,
@@ -34,6 +33,7 @@ from draftsmith.data_gen.states.store import (
     teacher_positions,
 )
 from draftsmith.data_gen.states.stored_target import logit_settings
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.checkpoint import config_identity
 from draftsmith.models.quantize import target_changes

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.decoding.contenders import check_size
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.policies import PolicyProposer, TreePolicy, policy_of

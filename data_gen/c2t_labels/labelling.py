@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from draftsmith.data_gen.trees.labelled_trees import ROW_BYTES, Trees
+from draftsmith.data_gen.c2t_labels.labelled_trees import ROW_BYTES, Trees
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, contenders_of
 from draftsmith.eval.decoding.decode import Verified, decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer

@@ -5,7 +5,7 @@ from collections import Counter
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
+from draftsmith.data_gen.training_rows.rows import TrainingRow, training_rows
 from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.models.chat import load_tokenizer
 from draftsmith.models.turn_ends import turn_ends

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.corpus.counts import Tokeniser, as_tensor, count_corpus
-from draftsmith.data_gen.corpus.reader import ANSWERS, check_sources
-from draftsmith.data_gen.corpus.template_tokens import template_tokens
-from draftsmith.data_gen.rows.overlap import training_check
-from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
+from draftsmith.data_gen.training_rows.overlap import training_check
+from draftsmith.data_gen.training_rows.rows import TrainingRow, training_rows
+from draftsmith.data_gen.vocabulary.counts import Tokeniser, as_tensor, count_corpus
+from draftsmith.data_gen.vocabulary.reader import ANSWERS, check_sources
+from draftsmith.data_gen.vocabulary.template_tokens import template_tokens
 from draftsmith.eval.decoding.target_facts import longest_row
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import check_identity, config_identity, read_drafter_config, read_drafter_vocab

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.rows.overlap import LeaveOut, left_out_of_training
+from draftsmith.data_gen.training_rows.overlap import LeaveOut, left_out_of_training
 from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
 from draftsmith.models.chat import (
     FINGERPRINT_COVERS,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.rows.training_rows import turns_of_messages
+from draftsmith.data_gen.training_rows.rows import turns_of_messages
 from draftsmith.models.chat import RenderError, render, render_prompt
 from draftsmith.models.turn_ends import ASKED, CALLED, RESULT
 from draftsmith.recipes.errors import UserError

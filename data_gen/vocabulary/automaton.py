@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.data_gen.corpus.counts import Tokeniser
-from draftsmith.data_gen.corpus.reader import ANSWERS, bytes_of, check_sources
+from draftsmith.data_gen.vocabulary.counts import Tokeniser
+from draftsmith.data_gen.vocabulary.reader import ANSWERS, bytes_of, check_sources
 from draftsmith.models.chat import load_config, load_tokenizer
 from draftsmith.models.costs import device_here, gigabytes, plan_memory
 from draftsmith.models.sam import MOST_TOKENS, StaticAutomaton, corpus_tokens

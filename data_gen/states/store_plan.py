@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.manifest import StoreManifest, file_problem
 from draftsmith.data_gen.states.store import (
     ENCODINGS,
@@ -25,6 +24,7 @@ from draftsmith.data_gen.states.stored_target import (
     target_is_whole,
 )
 from draftsmith.data_gen.states.written import WrittenRows
+from draftsmith.data_gen.training_rows.rows import TrainingRow, usable_rows
 from draftsmith.eval.decoding.target_facts import bounded_rows, longest_row
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, target_identity
@@ -42,15 +42,15 @@ MANIFEST_BYTES_A_SHARD = 450
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The states that the recipe asks for, of whichever rows. Fields as of `Job`."""
+class WantedStates:
+    """The states that the recipe asks for, of whichever rows. Fields as of `StorePlan`."""
 
     layers: tuple[int, ...]
     shape: RowShape
     made_of: dict[str, Any]
 
     @classmethod
-    def of(cls, recipe: Recipe, fingerprint: str) -> "Asked":
+    def of(cls, recipe: Recipe, fingerprint: str) -> "WantedStates":
         section, dtype = recipe.target, recipe.data.capture.dtype
         config = load_config(section).get_text_config(decoder=True)
         layers, pictures = layers_of(recipe, config), recipe.drafter.reads_picture_states
@@ -69,7 +69,7 @@ class Asked:
     def bytes_of(self, tokens: float, taught: float) -> float:
         """Size of rows with so many tokens in all, and so many of answers."""
         a_state = self.shape.encoding.bytes_of(self.shape.hidden_size)
-        return a_state * (self.shape.states * tokens + (taught if self.shape.has_last else 0)) + 4 * tokens
+        return a_state * (self.shape.states * tokens + (taught if self.shape.has_last else 0))
 
     def made_with(self, target: Target, recipe: Recipe, fingerprint: str) -> dict[str, Any]:
         """`made_of` with what only the weights tell."""
@@ -83,7 +83,7 @@ def identity_of(target: Target, recipe: Recipe, fingerprint: str) -> dict[str, A
 
 
 @dataclass(frozen=True)
-class Job:
+class StorePlan:
     """The store that the recipe asks for.
 
     Args:
@@ -99,8 +99,8 @@ class Job:
     made_of: dict[str, Any]
 
     @classmethod
-    def of(cls, recipe: Recipe, rows: Sequence[TrainingRow], fingerprint: str) -> "Job":
-        settings, asked = recipe.data.capture, Asked.of(recipe, fingerprint)
+    def of(cls, recipe: Recipe, rows: Sequence[TrainingRow], fingerprint: str) -> "StorePlan":
+        settings, asked = recipe.data.capture, WantedStates.of(recipe, fingerprint)
         made_of = asked.made_of | {
             "rows": rows_identity({key_of(row) for row in rows}),
             # These change the last bits of a state, or the shard of a row.
@@ -131,9 +131,9 @@ class Job:
             return size + sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
-def job_of(recipe: Recipe, rejects: Rejects) -> Job:
+def plan_store(recipe: Recipe, rejects: Rejects) -> StorePlan:
     tokenizer = load_tokenizer(recipe.target)
-    return Job.of(recipe, usable_rows(recipe, tokenizer, rejects), tokenizer_fingerprint(tokenizer))
+    return StorePlan.of(recipe, usable_rows(recipe, tokenizer, rejects), tokenizer_fingerprint(tokenizer))
 
 
 def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
@@ -143,19 +143,19 @@ def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
     return checked_capture_layers(recipe.drafter.capture_layers, config.num_hidden_layers)
 
 
-def store_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:
+def store_so_far(directory: Path, wanted: StorePlan, verify: bool) -> StoreManifest:
     """The folder's manifest without damaged shards, or a new one. Raises UserError if its settings differ.
 
     Each process of a capture reads only its own shards to verify them.
     """
     manifest = StoreManifest.read(directory)
     if manifest is None:
-        return StoreManifest(job.made_of, len(job.shards))
-    manifest.refuse_if_other(job.made_of, directory)
+        return StoreManifest(wanted.made_of, len(wanted.shards))
+    manifest.refuse_if_other(wanted.made_of, directory)
     for number, entry in list(manifest.shards.items()):
         own = is_own(number)
         problems = [file_problem(directory / entry["file"], entry, verify and own)]
-        problems += drop_damaged(job.shards[number], directory, verify) if own else []
+        problems += drop_damaged(wanted.shards[number], directory, verify) if own else []
         for problem in filter(None, problems):
             if own:
                 print(f"note: {problem}; captured again")
@@ -165,13 +165,13 @@ def store_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:
     return manifest
 
 
-def rows_written(directory: Path, job: Job) -> WrittenRows | None:
+def rows_written(directory: Path, wanted: StorePlan) -> WrittenRows | None:
     """The rows that regeneration has stored, or None. Raises UserError if they are of other states."""
     written = WrittenRows(directory)
     if written.manifest is None:
         return None
     written.manifest.refuse_if_other(
-        {key: job.made_of[key] for key in written.manifest.made_of if key != "rows"}, directory
+        {key: wanted.made_of[key] for key in written.manifest.made_of if key != "rows"}, directory
     )
     return written
 
@@ -181,41 +181,43 @@ def is_own(number: int) -> bool:
     return number % world_size() == rank()
 
 
-def missing_shards(job: Job, manifest: StoreManifest) -> list[int]:
-    return [number for number in range(len(job.shards)) if number not in manifest.shards]
+def missing_shards(wanted: StorePlan, manifest: StoreManifest) -> list[int]:
+    return [number for number in range(len(wanted.shards)) if number not in manifest.shards]
 
 
-def rows_to_make(job: Job, manifest: StoreManifest) -> list[TrainingRow]:
+def rows_to_make(wanted: StorePlan, manifest: StoreManifest) -> list[TrainingRow]:
     """The rows of missing shards."""
-    return [row for number in missing_shards(job, manifest) for row in job.shards[number]]
+    return [row for number in missing_shards(wanted, manifest) for row in wanted.shards[number]]
 
 
-def needs_target(job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None) -> bool:
+def needs_target(wanted: StorePlan, manifest: StoreManifest, directory: Path, written: WrittenRows | None) -> bool:
     """Whether files are missing that cannot be made from written rows alone."""
-    rows = rows_to_make(job, manifest)
+    rows = rows_to_make(wanted, manifest)
     return (not manifest.files or bool(rows)) and (
         written is None
         or written.manifest is None
         or not (manifest.files or target_is_whole(directory, written.manifest, verify=False))
         or any(row not in written for row in rows)
-        or picture_bytes(rows, job.shape.hidden_size, job.itemsize, directory) > 0
+        or picture_bytes(rows, wanted.shape.hidden_size, wanted.itemsize, directory) > 0
     )
 
 
 # Sizes.
 
 
-def estimated_bytes(job: Job) -> int:
+def estimated_bytes(wanted: StorePlan) -> int:
     """Size of the whole store: shards, target/ and manifest."""
-    shards = sum(map(job.shape.bytes_of_shard, job.shards))
-    pictures = sum(each.length for each in inserts_of(job.rows).values()) * job.shape.hidden_size * job.itemsize
-    return shards + pictures + job.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(job.shards))
+    shards = sum(map(wanted.shape.bytes_of_shard, wanted.shards))
+    pictures = (
+        sum(each.length for each in inserts_of(wanted.rows).values()) * wanted.shape.hidden_size * wanted.itemsize
+    )
+    return shards + pictures + wanted.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(wanted.shards))
 
 
 def plan_before_regeneration(plan: PlanLines, recipe: Recipe) -> None:
     if note := bounded_rows(recipe):
         print(note)
-    longest, asked = longest_row(recipe), Asked.of(recipe, tokenizer_fingerprint(load_tokenizer(recipe.target)))
+    longest, asked = longest_row(recipe), WantedStates.of(recipe, tokenizer_fingerprint(load_tokenizer(recipe.target)))
     plan.reads(conversations(recipe))
     plan.line("rows", "unknown until regenerate has run")
     plan.line("states", f"{list(asked.layers)}{' and the last' * asked.shape.has_last}, {recipe.data.capture.dtype}")
@@ -226,37 +228,37 @@ def plan_before_regeneration(plan: PlanLines, recipe: Recipe) -> None:
 
 
 def plan_capture(
-    plan: PlanLines, job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None
+    plan: PlanLines, wanted: StorePlan, manifest: StoreManifest, directory: Path, written: WrittenRows | None
 ) -> None:
-    rows, shape = job.rows, job.shape
+    rows, shape = wanted.rows, wanted.shape
     tokens = sum(stored_tokens(row, shape.picture_states) for row in rows)
     taught = sum(taught_tokens(row.spans) for row in rows)
     last = f"the last of {taught:,} ({taught / tokens:.0%})" if shape.has_last else "which also teaches"
-    plan.reads(conversations(job.recipe))
+    plan.reads(conversations(wanted.recipe))
     plan.line("rows", f"{len(rows):,}, {sum(map(length_of, rows)):,} tokens, of training and validation", "counted")
-    plan.line("states", f"{list(job.layers)} of {tokens:,} tokens, {last}, in {job.recipe.data.capture.dtype}")
+    plan.line("states", f"{list(wanted.layers)} of {tokens:,} tokens, {last}, in {wanted.recipe.data.capture.dtype}")
     if pictures := inserts_of(rows):
         of_pictures = sum(each.length for each in pictures.values())
         plan.line("pictures", f"input embeddings of {len(pictures):,}, {of_pictures:,} tokens, each stored once")
-    size, free = gigabytes(estimated_bytes(job)), gigabytes(free_bytes(directory))
-    plan.line("disk", f"{size} in {plural(len(job.shards), 'shard')}; {free} are free", "exact but for file headers")
+    size, free = gigabytes(estimated_bytes(wanted)), gigabytes(free_bytes(directory))
+    plan.line("disk", f"{size} in {plural(len(wanted.shards), 'shard')}; {free} are free", "exact but for file headers")
     if manifest.shards:
         plan.line("done", store_summary(manifest))
-    if written is not None and (left := rows_to_make(job, manifest)):
+    if written is not None and (left := rows_to_make(wanted, manifest)):
         there = sum(row in written for row in left)
         text = f"{there:,} of {len(left):,} rows with their answers"
         plan.line("written", text + "; the target runs for the others" * (there < len(left)))
     plan.writes(directory)
 
 
-def check_room(job: Job, manifest: StoreManifest, directory: Path, written: WrittenRows | None = None) -> None:
+def check_room(wanted: StorePlan, manifest: StoreManifest, directory: Path, written: WrittenRows | None = None) -> None:
     """Raises UserError, before anything is written, if the missing files do not fit on the disk."""
-    sizes = [job.shape.bytes_of_shard(job.shards[number]) for number in missing_shards(job, manifest)]
+    sizes = [wanted.shape.bytes_of_shard(wanted.shards[number]) for number in missing_shards(wanted, manifest)]
     left = sum(sizes)
     if written is not None and sizes:  # what is written makes room, shard by shard
         left = max(max(sizes), left - written.bytes)
-    left += 0 if manifest.files else job.bytes_of_target
-    left += picture_bytes(job.rows, job.shape.hidden_size, job.itemsize, directory)
+    left += 0 if manifest.files else wanted.bytes_of_target
+    left += picture_bytes(wanted.rows, wanted.shape.hidden_size, wanted.itemsize, directory)
     free = free_bytes(directory)
     if left > free:
         raise UserError(

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.corpus.reader import Item, bytes_of, identity, items, text_of
-from draftsmith.data_gen.rows.training_rows import turns_of
+from draftsmith.data_gen.training_rows.rows import turns_of
+from draftsmith.data_gen.vocabulary.reader import Item, bytes_of, identity, items, text_of
 from draftsmith.models.chat import RenderError, tokenizer_fingerprint
 from draftsmith.models.vocab import CorpusCounts, load_tensors, write_tensors
 from draftsmith.recipes.command.progress import Bar
