@@ -177,7 +177,7 @@ def test_two_captures_do_not_write_into_one_folder(recipe_path: Path, copy: Path
 # Kills.
 
 
-@pytest.mark.parametrize("every", [13, *EVERY[1:]])
+@pytest.mark.parametrize("every", EVERY)
 def test_a_capture_that_was_killed_goes_on(recipe_path: Path, store: Path, tmp_path: Path, every: int) -> None:
     """What was whole is not made again. In the second half, the target's folder replaces a damaged one."""
     directory = tmp_path / "states"

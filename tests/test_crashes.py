@@ -120,7 +120,7 @@ def regenerate_in(recipe: Path, output: Path, with_states: bool) -> None:
     run_main(regenerate, recipe, f"output_dir={output}", *states)
 
 
-EVERY = [11, pytest.param(1, marks=pytest.mark.slow)]  # a test goes on from each n-th of the states
+EVERY = [17, pytest.param(1, marks=pytest.mark.slow)]  # a test goes on from each n-th of the states
 
 
 @dataclass
@@ -322,7 +322,7 @@ def test_sigterm_saves_and_ctrl_c_says_where_it_goes_on(
     def logged(lines: int) -> Callable[[], bool]:
         return lambda: lines_in(output / "metrics.jsonl") >= lines
 
-    output, long = to_train(tmp_path / "run"), "train.max_steps=24"
+    output, long = to_train(tmp_path / "run"), "train.max_steps=18"
     checkpoints = output / "checkpoints"
     with signalled_when(logged(1), signal.SIGTERM):
         train_in(recipe, output, long)

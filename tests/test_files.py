@@ -109,10 +109,10 @@ def test_a_folder_is_whole_and_a_stranger_s_files_are_kept_whatever_was_killed(t
     (link / "notes").mkdir()
     (link / "notes/mine.txt").write_text("dear")
     before = state_of(place)
-    for first in states_of("1"):
+    for number, first in enumerate(states_of("1")):
         restore(first, place)
         found = version_of(link)
-        for second in states_of("2"):
+        for second in states_of("2")[number % 3 :: 3]:  # each with each third
             restore(second, place)
             then = version_of(link)
             assert then in {found, "2"}

@@ -181,8 +181,8 @@ def served(
     target = tmp_path / "target"
     shutil.copytree(folders[request.param], target, ignore=shutil.ignore_patterns("*.safetensors"))
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP}))
-    monkeypatch.setattr(server_generator, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(server_generator, "FIRST_LOOK_SECONDS", 0.05)
+    for name, value in {"FIRST_PAUSE_SECONDS": 0.01, "FIRST_LOOK_SECONDS": 0.05, "TRIES": 3}.items():
+        monkeypatch.setattr(server_generator, name, value)
     return Place(tmp_path, target, capsys)
 
 
