@@ -49,6 +49,8 @@ def users(*texts: str) -> list[dict[str, str]]:
     ("row", "id_", "messages", "meta"),
     [
         (MT_BENCH, "mt_bench/81", users("Write a post.", "Rewrite it."), {"category": "writing"}),
+        ({"question_id": 0.0, "turns": ["x"]}, "mt_bench/0", users("x"), {}),  # as pandas writes it
+        ({"question_id": float("nan"), "turns": ["x"]}, "mt_bench/1", users("x"), {}),
         (HUMANEVAL, "humaneval/0", users(HUMANEVAL_REQUEST + HALF), {}),
         (HUMANEVAL_TURNS, "humaneval/7", users(HUMANEVAL_TURNS["turns"][0]), {"category": "code"}),
         (GSM8K, "gsm8k/1", [*users(GSM8K["question"]), {"role": "assistant", "content": GSM8K["answer"]}], {}),
