@@ -43,7 +43,7 @@ test: tools  ## the tests, without the slow ones; one process a core
 test-slow: tools  ## the slow tests, without wheel-check
 	$(BIN)/python -m pytest -m "slow and not exhaustive" -n auto --ignore tests/test_packaging.py
 
-test-all: tools  ## every test, with those of which the others run a few: 200 kills, every family, every combination
+test-all: tools  ## every test, with those of which the others run a few: more kills, every family, every combination
 	$(BIN)/python -m pytest -n auto
 
 lint: tools  ## ruff: rules and format

@@ -10,22 +10,21 @@ Its answers follow from the prompt's token ids alone.
 `expected(tokenizer, prompt_ids, limit)` is what any of them answers; its text, tokenised again, gives the same ids.
 """
 
-import contextlib
 import hashlib
 import json
 import random
-import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from werkzeug import Request, Response
 
 from draftsmith.models.chat import render_prompt
+from tests.loopback import Loopback, cut
 
 WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "after", "in", "rain", "caf\u00e9", "line\u2028end"]
 STOP = 4
@@ -41,6 +40,23 @@ def expected(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], limit: i
     return (ids, "stop") if len(ids) <= limit else (ids[:limit], "length")
 
 
+def raw(body: bytes, status: int = 200, **headers: str) -> Callable[[], Response]:
+    """A response that is none of ours, for `Manners`."""
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    return lambda: Response(body, status, {"Content-Type": "application/json"} | given)
+
+
+def dripping(piece: bytes) -> Callable[[], Response]:
+    """A response that has no end: `piece` again and again."""
+
+    def drip() -> Iterator[bytes]:
+        while True:
+            yield piece
+            time.sleep(0.02)
+
+    return lambda: Response(drip(), mimetype="application/json")
+
+
 @dataclass
 class Manners:
     """How a server behaves."""
@@ -48,9 +64,7 @@ class Manners:
     model: str = "fake"
     max_model_len: int | None = 512
     key: str | None = None  # that it wants
-    ids: str = (
-        "token_ids"  # how it gives token ids: token_ids, logprobs, content (as llama.cpp), or text for not at all
-    )
+    ids: str = "token_ids"  # how it gives them: token_ids, logprobs, content (as llama.cpp), or text for not at all
     strip_stop: bool = False  # from ids and text, and not from the count
     seconds: float = 0.0  # before it answers
     tear: float = 0.0  # share of requests whose connection it drops, in the middle of the reply
@@ -60,61 +74,88 @@ class Manners:
     retry_after: str | None = None
     lie: Callable[[Reply], None] | None = None  # changes the reply before it is sent
     lie_to: Callable[[list[int]], bool] = field(default=lambda prompt_ids: True)
-    raw: bytes | None = None  # a whole response that it gives at first to a prompt of `lie_to`
-    raw_always: bytes | None = None  # a whole response that it gives to every prompt, the first trial too
-    raw_models: bytes | None = None  # the same for the list of models
-    drip: bytes | None = None  # what it sends after `raw` every 0.02 seconds, for ever
+    odd: list[Callable[[], Response]] = field(default_factory=list)  # each is given to one new prompt, at first
+    always: Callable[[], Response] | None = None  # is given to every prompt, the first trial too
+    models: Callable[[], Response] | None = None  # the list of models
     mute: threading.Event | None = None  # it answers nothing, not even the trial, until this is set
 
 
-class FakeServer:
-    """Counts what it is asked. Used in a `with` statement; `stop` and `start` are dying and coming back."""
+class FakeServer(Loopback):
+    """Counts what it is asked."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, **manners: Any):
+        super().__init__()
+        self.url += "/v1"
         self.tokenizer, self.manners = tokenizer, Manners(**manners)
         self.asked: Counter[tuple[int, ...]] = Counter()  # prompts that came, without the first trial of one token
         self.answered: Counter[tuple[int, ...]] = Counter()
         self.bodies: list[Reply] = []
         self.headers: list[dict[str, str]] = []
         self.times: list[float] = []
-        self.busy = self.busiest = 0
+        self.busy = self.busiest = self.looks = 0  # requests under way, at most; at the list of models
         self.chance = random.Random(0)
-        self.lock = threading.Lock()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}/v1"
-        self._http: _Http | None = None
 
-    def start(self) -> None:
-        self._http = _Http(self)
-        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
-
-    def stop(self) -> None:
-        """Drops every connection and listens no more."""
-        http, self._http = self._http, None
-        if http is not None:
-            http.shutdown()
-            http.server_close()
-            for connection in list(http.connections):
-                _drop(connection)
-
-    def __enter__(self) -> "FakeServer":
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def draw(self, share: float) -> bool:
+    def answer(self, request: Request) -> Response:
+        given = request.headers.get("Authorization")
+        if self.manners.key is not None and given != f"Bearer {self.manners.key}":
+            return _json({"error": {"message": f"wrong key: {given}"}}, 401)  # some servers repeat what they were given
+        if request.method == "GET":
+            return self._models(request.path)
+        if self.manners.always is not None:
+            return self.manners.always()
+        body = request.get_json()
+        if body["model"] != self.manners.model:
+            return _json({"message": f"The model {body['model']!r} does not exist."}, 404)
         with self.lock:
-            return share > 0 and self.chance.random() < share
+            if "messages" in body:
+                body["prompt"] = list(render_prompt(self.tokenizer, body["messages"], body.get("tools")))
+            if len(body["prompt"]) > 1:
+                self.asked[tuple(body["prompt"])] += 1
+                self.bodies.append(body)
+                self.headers.append(dict(request.headers))
+                self.times.append(time.monotonic())
+            self.busy += 1
+            self.busiest = max(self.busiest, self.busy)
+        try:
+            if self.manners.mute is not None:
+                self.manners.mute.wait(60)
+            return _json(self._reply(body)) if len(body["prompt"]) == 1 else self._complete(request, body)
+        finally:
+            with self.lock:
+                self.busy -= 1
 
-    def reply(self, body: Reply) -> Reply:
-        """The whole reply to a request, before any lie."""
+    def _models(self, path: str) -> Response:
+        self.looks += 1
+        if self.manners.models is not None:
+            return self.manners.models()
+        if path != "/v1/models":
+            return _json({"detail": "Not Found"}, 404)
+        longest = {} if self.manners.max_model_len is None else {"max_model_len": self.manners.max_model_len}
+        return _json({"object": "list", "data": [{"id": self.manners.model, "object": "model"} | longest]})
+
+    def _complete(self, request: Request, body: Reply) -> Response:
+        manners, prompt = self.manners, tuple(body["prompt"])
+        with self.lock:
+            odd = bool(manners.odd) and self.asked[prompt] == 1 and manners.lie_to(body["prompt"])
+            other = manners.odd.pop() if odd else None
+            fails, tears = (self.chance.random() < share for share in (manners.fail, manners.tear))
+        if other is not None:
+            return other()
+        if fails:
+            headers = {} if manners.retry_after is None else {"Retry-After": manners.retry_after}
+            return _json({"error": {"message": manners.message}}, manners.status, headers)
+        time.sleep(manners.seconds)
+        reply = _json(spoken(self._reply(body), body))
+        if tears:
+            return cut(request, reply, len(reply.get_data()) // 2)
+        with self.lock:
+            self.answered[prompt] += 1
+        return reply
+
+    def _reply(self, body: Reply) -> Reply:
+        """The whole reply to a request, with its lies."""
         prompt_ids, manners = body["prompt"], self.manners
         ids, reason = expected(self.tokenizer, prompt_ids, body["max_tokens"])
-        counted = len(ids)
         shown = ids[:-1] if reason == "stop" and manners.strip_stop else ids
         choice: Reply = {"index": 0, "text": self.tokenizer.decode(shown), "finish_reason": reason, "logprobs": None}
         if manners.ids == "token_ids" and body.get("return_token_ids"):
@@ -124,7 +165,7 @@ class FakeServer:
         if manners.ids == "content" and body.get("logprobs"):
             whole = [i for n, i in enumerate(shown, 1) if not str(self.tokenizer.decode(shown[:n])).endswith("\ufffd")]
             choice["logprobs"] = {"content": [{"id": i} for i in whole]}
-        usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": counted}
+        usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": len(ids)}
         reply = {"object": "text_completion", "model": manners.model, "choices": [choice], "usage": usage}
         if manners.lie is not None and len(prompt_ids) > 1 and manners.lie_to(prompt_ids):
             manners.lie(reply)
@@ -146,133 +187,5 @@ def spoken(reply: Reply, body: Reply) -> Reply:
     return reply | {"choices": choices} | beside
 
 
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 256
-
-    def __init__(self, server: FakeServer):
-        self.fake = server
-        self.connections: set[socket.socket] = set()
-        super().__init__(("127.0.0.1", server.port), _Handler)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # whoever asked is gone
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: _Http
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-    def setup(self) -> None:
-        super().setup()
-        self.server.connections.add(self.connection)
-
-    def finish(self) -> None:
-        self.server.connections.discard(self.connection)
-        super().finish()
-
-    def do_GET(self) -> None:
-        fake = self.server.fake
-        if not self._welcome():
-            return
-        if fake.manners.raw_models is not None:
-            self._raw(fake.manners.raw_models)
-            return
-        if self.path != "/v1/models":
-            self._send(404, {"detail": "Not Found"})
-            return
-        model: Reply = {"id": fake.manners.model, "object": "model"}
-        if fake.manners.max_model_len is not None:
-            model["max_model_len"] = fake.manners.max_model_len
-        self._send(200, {"object": "list", "data": [model]})
-
-    def do_POST(self) -> None:
-        fake, manners = self.server.fake, self.server.fake.manners
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if not self._welcome():
-            return
-        if manners.raw_always is not None:
-            self._raw(manners.raw_always)
-            return
-        if "messages" in body:
-            with fake.lock:
-                body["prompt"] = list(render_prompt(fake.tokenizer, body["messages"], body.get("tools")))
-        prompt = tuple(body["prompt"])
-        trial = len(prompt) == 1
-        if body["model"] != manners.model:
-            self._send(404, {"object": "error", "message": f"The model {body['model']!r} does not exist."})
-            return
-        with fake.lock:
-            if not trial:
-                fake.asked[prompt] += 1
-                fake.bodies.append(body)
-                fake.headers.append(dict(self.headers))
-                fake.times.append(time.monotonic())
-            fake.busy += 1
-            fake.busiest = max(fake.busiest, fake.busy)
-        try:
-            if manners.mute is not None:
-                manners.mute.wait(60)
-            if not trial and manners.raw is not None and fake.asked[prompt] == 1 and manners.lie_to(body["prompt"]):
-                self._raw(manners.raw)
-                while manners.drip is not None:
-                    self.wfile.write(manners.drip)
-                    time.sleep(0.02)
-            elif not trial and fake.draw(manners.fail):
-                headers = {} if manners.retry_after is None else {"Retry-After": manners.retry_after}
-                self._send(manners.status, {"error": {"message": manners.message}}, headers)
-            else:
-                time.sleep(0 if trial else manners.seconds)
-                torn = not trial and fake.draw(manners.tear)
-                self._send(200, spoken(fake.reply(body), body), torn=torn)
-                if not trial and not torn:
-                    with fake.lock:
-                        fake.answered[prompt] += 1
-        finally:
-            with fake.lock:
-                fake.busy -= 1
-
-    def _raw(self, response: bytes) -> None:
-        self.wfile.write(response)
-        self.wfile.flush()
-        self.close_connection = True
-
-    def _welcome(self) -> bool:
-        key = self.server.fake.manners.key
-        if key is None or self.headers.get("Authorization") == f"Bearer {key}":
-            return True
-        # Some servers repeat what they were given.
-        self._send(401, {"error": {"message": f"wrong key: {self.headers.get('Authorization')}"}})
-        return False
-
-    def _send(self, status: int, reply: Reply, headers: dict[str, str] | None = None, torn: bool = False) -> None:
-        data = json.dumps(reply).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        for name, value in (headers or {}).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if torn:
-            self.wfile.write(data[: len(data) // 2])
-            _drop(self.connection)
-        else:
-            self.wfile.write(data)
-
-
-def response(
-    body: bytes, status: int = 200, headers: str = "Content-Type: application/json", whole: bool = True
-) -> bytes:
-    """One for `Manners.raw`; `whole` where nothing drips after it."""
-    length = f"Content-Length: {len(body)}\r\n" * whole
-    return f"HTTP/1.1 {status} So\r\n{headers}\r\n{length}Connection: close\r\n\r\n".encode() + body
-
-
-def _drop(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it was gone
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
+def _json(content: Reply, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(json.dumps(content), status, headers, mimetype="application/json")

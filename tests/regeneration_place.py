@@ -42,6 +42,9 @@ class RegenerationPlace:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["regenerate.py", str(self.recipe), *arguments])
             regenerate.main()
+        return self.printed()
+
+    def printed(self) -> str:
         return self._capsys.readouterr().out
 
     def records(self, path: Path | None = None) -> list[dict[str, Any]]:

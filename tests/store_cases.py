@@ -24,6 +24,7 @@ from tests.conftest import make_target, make_tokenizer
 from tests.training_runs import SIX_STEPS, run_main, to_train
 
 CONVERSATIONS = 40
+SMALL_SHARDS = ["data.capture.shard_megabytes=0.1"]  # so that few rows fill several
 SHARDS = 6  # that the rows of these fill
 
 # What the recipe's drafter is, by the script that trains it.

@@ -15,10 +15,11 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from tests.conftest import make_tokenizer
-from tests.store_cases import assert_same_store, files_of, rows_of
+from tests.store_cases import SMALL_SHARDS, assert_same_store, rows_of
 from tests.test_drafted_answers import add_drafter
 from tests.test_regenerate import Workspace
 from tests.test_regenerate import place as place  # the fixture
+from tests.thinning import a_few
 from tests.training_runs import run_main
 
 LAYERS = "drafter.capture_layers=[0,1,2]"
@@ -30,7 +31,7 @@ def states_of(place: Workspace, *more: str, dtype: str = "float32", name: str = 
     arguments = [
         f"data.states={place.folder / name}",
         f"data.capture.dtype={dtype}",
-        "data.capture.shard_megabytes=0.1",
+        *SMALL_SHARDS,
     ]
     return [*arguments, *(more or (LAYERS,))]
 
@@ -45,7 +46,7 @@ def no_target(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "drafter, dtype, drafts",
-    [(LAYERS, "float32", False), (LAYERS, "float32", True), (EAGLE, "bfloat16", True), (EAGLE, "fp8", False)],
+    a_few([(LAYERS, "float32", True), (EAGLE, "bfloat16", True), (EAGLE, "fp8", False)], (LAYERS, "float32", True)),
 )
 def test_the_store_is_there_when_the_answers_are(
     place: Workspace, monkeypatch: pytest.MonkeyPatch, drafter: str, dtype: str, drafts: bool
@@ -67,27 +68,7 @@ def test_the_store_is_there_when_the_answers_are(
     capture(place, "data.max_length=36", *states_of(place, drafter, dtype=dtype))
 
 
-def test_a_kill_among_the_last_deletions_leaves_nothing(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.ask(4)
-    place.run(*states_of(place, name="whole"))
-    killed, folder = states_of(place, name="killed"), place.folder / "killed/written"
-    really = shutil.rmtree
-
-    def dying(path: Path, **how: Any) -> None:
-        if path == folder:
-            (path / "manifest.json").unlink()
-            raise KeyboardInterrupt
-        really(path, **how)
-
-    place.path.unlink()
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(shutil, "rmtree", dying)
-        place.run(*killed)
-    assert folder.exists()
-    place.run(*killed)
-    assert_same_store(place.folder / "killed", place.folder / "whole")
-
-
+@pytest.mark.slow
 def test_templates_that_rewrite_history_give_a_row_for_each_turn(place: Workspace) -> None:
     tokenizer = make_tokenizer()
     shown = "{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}"
@@ -95,8 +76,7 @@ def test_templates_that_rewrite_history_give_a_row_for_each_turn(place: Workspac
     tokenizer.save_pretrained(place.target)
     place.ask(9)
     place.run(*states_of(place))
-    recipe = load_recipe(place.recipe, states_of(place))
-    assert len(rows_of(recipe)) > len(place.records())
+    assert len(rows_of(load_recipe(place.recipe, states_of(place)))) > len(place.records())
     capture(place, *states_of(place, name="captured"))
     assert_same_store(place.folder / "states", place.folder / "captured")
 
@@ -135,7 +115,7 @@ def zeros(path: Path) -> None:
     path.write_bytes(b"\0" * path.stat().st_size)  # as a power cut may leave it
 
 
-@pytest.mark.parametrize("harm", [cut_the_end, zeros, Path.unlink])
+@pytest.mark.parametrize("harm", a_few([cut_the_end, zeros, Path.unlink], zeros))
 def test_damaged_rows_are_captured_anew(
     place: Workspace, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None]
 ) -> None:
@@ -161,14 +141,6 @@ def test_states_of_two_kinds_do_not_mix(place: Workspace, monkeypatch: pytest.Mo
         place.run(*states_of(place, dtype="fp8"))
 
 
-def test_a_store_that_is_there_gets_no_further_rows(place: Workspace) -> None:
-    place.ask(6)
-    place.run("data.max_prompts=3", *states_of(place))
-    before = files_of(place.folder / "states")
-    assert "holds a store already" in place.run(*states_of(place))
-    assert files_of(place.folder / "states") == before
-
-
 def test_the_plan_says_how_large_the_states_are(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     place.ask(6)
     with monkeypatch.context() as patch:
@@ -177,7 +149,7 @@ def test_the_plan_says_how_large_the_states_are(place: Workspace, monkeypatch: p
         assert "states         [0, 1, 2] and the last, in float32: at most " in printed
         assert "are free" in printed and not (place.folder / "states").exists()
         assert "states  " not in place.run("--plan", LAYERS)
-        usage = shutil.disk_usage(place.folder)._replace(free=1000)
+        usage = shutil.disk_usage(place.folder)._replace(free=15_000)  # enough for one of them
         patch.setattr(shutil, "disk_usage", lambda path: usage)
         for plan in ([], ["--plan"]):
             with pytest.raises(UserError, match=r"data\.states: at least 0\.0 MB are to be written to .* with the an"):

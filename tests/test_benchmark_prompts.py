@@ -13,8 +13,6 @@ from draftsmith.recipes.prompts.reader import check_source, read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 
-SAMPLES = Path(__file__).parent.parent.parent / "shared" / "data"
-
 # Rows as they are published, shortened.
 MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Rewrite it."], "reference": None}
 HUMANEVAL = {
@@ -51,6 +49,8 @@ def users(*texts: str) -> list[dict[str, str]]:
     ("row", "id_", "messages", "meta"),
     [
         (MT_BENCH, "mt_bench/81", users("Write a post.", "Rewrite it."), {"category": "writing"}),
+        ({"question_id": 0.0, "turns": ["x"]}, "mt_bench/0", users("x"), {}),  # as pandas writes it
+        ({"question_id": float("nan"), "turns": ["x"]}, "mt_bench/1", users("x"), {}),
         (HUMANEVAL, "humaneval/0", users(HUMANEVAL_REQUEST + HALF), {}),
         (HUMANEVAL_TURNS, "humaneval/7", users(HUMANEVAL_TURNS["turns"][0]), {"category": "code"}),
         (GSM8K, "gsm8k/1", [*users(GSM8K["question"]), {"role": "assistant", "content": GSM8K["answer"]}], {}),
@@ -79,37 +79,13 @@ def test_a_benchmark_read_as_a_plain_file_keeps_its_ids_and_is_called_by_its_ste
 
 def test_benchmarks_side_by_side(tmp_path: Path) -> None:
     path = copy_of(tmp_path / "q.jsonl", MT_BENCH)
+    (tmp_path / "a").mkdir()
+    same_stem = copy_of(tmp_path / "a/q.jsonl", {"id": "y", "prompt": "x"})
     other = copy_of(tmp_path / "own.jsonl", {"id": "x", "prompt": "p", "meta": {"benchmark": "mine"}})
     found = read([f"mt_bench:{path}", f"spec_bench:{path}", path, other])
     assert [c.id for c in found] == ["mt_bench/81", "spec_bench/81", "81", "x"]
     assert [c.meta["benchmark"] for c in found] == ["mt_bench", "spec_bench", "q", "mine"]
-
-
-def test_sources_of_one_stem_are_told_apart(tmp_path: Path) -> None:
-    paths = []
-    for folder in "ab":
-        (tmp_path / folder).mkdir()
-        paths.append(copy_of(tmp_path / folder / "q.jsonl", {"id": folder, "prompt": "x"}))
-    assert [c.meta["benchmark"] for c in read(paths)] == paths
-
-
-def test_bad_rows_of_a_benchmark_are_rejected_with_their_place(tmp_path: Path) -> None:
-    bad = [{**MT_BENCH, "category": ["x"]}, {**MT_BENCH, "meta": 3}, {**MT_BENCH, "question_id": 1.5}, 3, {"turns": []}]
-    path = copy_of(tmp_path / "q.jsonl", *bad)  # type: ignore[arg-type]
-    rejects = Rejects(tmp_path / "rejects.jsonl")
-    assert [c.meta["category"] for c in read(f"spec_bench:{path}", rejects)] == [["x"]]
-    entries = [json.loads(line) for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
-    assert [(entry["source"], entry["line"]) for entry in entries] == [(f"spec_bench:{path}", n) for n in (2, 3, 4, 5)]
-
-
-@pytest.mark.parametrize(("name", "count"), [("mt_bench", 2), ("humaneval", 1)])
-def test_shared_samples(name: str, count: int) -> None:
-    path = SAMPLES / f"{name}.jsonl"
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    found = read(f"{name}:{path}")
-    assert len(found) == 80 and {len(c.messages) for c in found} == {count}
-    assert {c.meta["benchmark"] for c in found} == {name} and all(c.meta["category"] for c in found)
+    assert [c.meta["benchmark"] for c in read([path, same_stem])] == [path, same_stem]
 
 
 # Fetching.
@@ -143,15 +119,10 @@ def test_fetched_benchmarks(hub: list[tuple[Any, ...]]) -> None:
     assert [c.id for c in found] == ["mt_bench/81", "humaneval/0", "gsm8k/1"]
     assert [c.meta["benchmark"] for c in found] == ["mt_bench", "humaneval", "gsm8k"]
     assert found[1].messages[0]["content"].startswith(HUMANEVAL_REQUEST)
-    assert [name for name, *_ in hub] == ["philschmid/mt-bench", "openai/openai_humaneval", "openai/gsm8k"]
-    assert all(check_source(name) is None for name in BENCHMARKS)
-
-
-def test_spec_bench_has_six_tasks(hub: list[tuple[Any, ...]]) -> None:
     found = read("spec_bench")
     tasks = ["mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"]
-    assert [c.meta["category"] for c in found] == tasks
-    assert found[0].meta["subcategory"] == "writing" and len(hub) == 6
+    assert [c.meta["category"] for c in found] == tasks and found[0].meta["subcategory"] == "writing"
+    assert all(check_source(name) is None for name in BENCHMARKS) and len(hub) == 3 + 6
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -163,19 +134,5 @@ def test_a_benchmark_that_cannot_be_fetched_says_what_to_do(name: str, monkeypat
     with pytest.raises(UserError) as caught:
         read(name)
     (problem,) = caught.value.problems
-    assert problem.startswith(f"{name}: datasets cannot fetch {BENCHMARKS[name].hub_id}: ConnectionError: Couldn't")
+    assert problem.startswith(f"{name}: ") and BENCHMARKS[name].hub_id in problem and "ConnectionError" in problem
     assert f"write {name}:path/to/file.jsonl" in problem and "page more" not in problem
-
-
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("mt_bench:", "no such file: mt_bench:"),
-        ("mt_bench:none.jsonl", "no such file: none.jsonl"),
-        ("mtbench", "a benchmark by its name: mt_bench, humaneval, gsm8k, spec_bench"),
-    ],
-)
-def test_names_that_lead_nowhere(source: str, reason: str) -> None:
-    with pytest.raises(UserError) as caught:
-        read(source)
-    assert reason in str(caught.value)

@@ -12,8 +12,6 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from draftsmith.data_gen import conversations
 from draftsmith.data_gen.training_rows import shown as shown_rows
 from draftsmith.data_gen.training_rows.rows import TrainingRow, rows_of, training_rows, turns_of_messages
-from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.measured import benchmarks
 from draftsmith.models.chat import RenderError, decode_answer, render_prompt, tokenizer_fingerprint
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
@@ -69,6 +67,7 @@ TWO_TURNS = talk("the cat", "sat\non  the mat", "and the dog?", "ran after the r
         (CHAT_TEMPLATE, "<|end|>"),
         (LINES, "<|end|>"),
         (CHAT_TEMPLATE.replace("<|end|>{% end", "{% end"), ""),  # a template that writes no end token
+        (CHAT_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>"), "<|end|>"),  # nor marks it
     ],
 )
 def test_one_row_with_a_span_per_turn(template: str, end: str, tags: bool) -> None:
@@ -83,13 +82,6 @@ def test_one_row_with_a_span_per_turn(template: str, end: str, tags: bool) -> No
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, LINES, THOUGHTS])
 def test_generation_tags_and_prefix_comparison_agree(template: str, messages: list[dict[str, Any]]) -> None:
     assert rows(tokenizer_with(template), messages) == rows(tokenizer_with(template, tags=False), messages)
-
-
-def test_the_end_token_belongs_to_the_turn_where_the_tags_leave_it_out() -> None:
-    template = CHAT_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>{{ '\\n' }}")
-    tokenizer = tokenizer_with(template)
-    (row,) = rows(tokenizer, TWO_TURNS)
-    assert texts(tokenizer, row) == ["sat\non  the mat<|end|>", "ran after the rain<|end|>"]
 
 
 @pytest.mark.parametrize(
@@ -170,51 +162,13 @@ def test_other_parts_are_refused(tmp_path: Path) -> None:
         assert rejects.counts == {"not text only": 2}
 
 
-def test_evaluation_asks_text_and_rejects_the_rest(tmp_path: Path) -> None:
-    tokenizer: Any = tokenizer_with()
-    prompts = write(
-        tmp_path / "p.jsonl",
-        {"messages": [{"role": "user", "content": PARTS}]},
-        {"prompt": "what is this?", "images": ["x.png"]},
-        {"messages": [*talk("the cat"), {"role": "user", "content": [IMAGE]}]},
-    )
-    rejects = Rejects(tmp_path / "rejects.jsonl")
-    (question,) = benchmarks.load_questions(str(prompts), rejects, None)
-    bench = benchmarks.Bench(None, tokenizer, (END,), max_new_tokens=20, max_length=30)  # type: ignore[arg-type]
-    assert tokenizer.decode(bench.prompt(question, question.turns[0])) == "<|user|>the cat sat<|end|><|assistant|>"
-    entries = [json.loads(line) for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
-    found = [(entry["source"], entry["line"], entry["reason"]) for entry in entries]
-    assert found == [(str(prompts), 2, "not text only: images"), (str(prompts), 3, "not text only: image_url")]
-    with pytest.raises(UserError, match=r"nothing usable in .*2 not text only"):
-        benchmarks.load_questions(
-            str(write(prompts, *({"prompt": "x", "images": ["i"]} for _ in "ab"))), Rejects(), None
-        )
-
-
-def test_the_answer_in_the_next_prompt_reads_as_regeneration_writes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some tokenizers join " ." to "." when they decode; an answer must come back as it was written."""
+def test_an_answer_reads_as_it_was_written() -> None:
+    """Some tokenizers join " ." to "." when they decode."""
     tokenizer: Any = tokenizer_with()
     tokenizer.clean_up_tokenization_spaces = True
     tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     assert tokenizer.decode(tokenizer("cat .")["input_ids"]) == "cat."
-    ids = [*tokenizer("the cat . don 't")["input_ids"], END]
-    assert decode_answer(tokenizer, ids) == "the cat . don 't"
-
-    def decoded(verifier: Any, proposer: Any, prompts: list[list[int]], *_: Any) -> list[Generation]:
-        return [Generation(list(prompt), ids, [], last_round_cut=False) for prompt in prompts]
-
-    monkeypatch.setattr(benchmarks, "decode", decoded)
-    monkeypatch.setattr(benchmarks, "TargetVerifier", lambda *_: None)
-    bench = benchmarks.Bench(None, tokenizer, (END,), max_new_tokens=20, max_length=90)  # type: ignore[arg-type]
-    prompts = write(tmp_path / "p.jsonl", {"turns": ["a", "b"]})
-    asked = benchmarks.load_questions(str(prompts), Rejects(), None)
-    with (tmp_path / "generations.jsonl").open("w") as file:
-        _, second = bench.run(asked, {"other": None}, "other", file, Rejects())["other"]
-    assert tokenizer.decode(second.prompt_token_ids, clean_up_tokenization_spaces=False) == (
-        "<|user|>a<|end|><|assistant|>the cat . don 't<|end|><|user|>b<|end|><|assistant|>"
-    )
+    assert decode_answer(tokenizer, [*tokenizer("the cat . don 't")["input_ids"], END]) == "the cat . don 't"
 
 
 # Token ids of regenerated conversations.
@@ -260,37 +214,9 @@ def test_long_rows_are_left_out_and_counted(tmp_path: Path) -> None:
     assert rejects.counts == {"longer than data.max_length": 2}
 
 
-def test_bad_lines_are_counted_and_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "c.jsonl"
-    good = json.dumps(regenerated(([2, 3], [9, END]))).encode()
-    lines = [
-        b'{"id": "w", "messages": [{"role": "user", "content": "caf\xe9"}]}',  # Windows-1252
-        b"\x00\xff\xfe",
-        b'{"id": "torn", "messages": [{"role": "us',
-        b"[]",
-        b'{"id": "x", "turns": [{"prompt_token_ids": [1], "output_token_ids": []}], "messages": []}',
-        b'{"id": "y", "turns": [{"prompt_token_ids": [1], "output_token_ids": ["a"]}], "messages": []}',
-        b'{"id": "z", "turns": [{"output_token_ids": [1]}], "messages": []}',
-        b'{"id": "u", "messages": [{"role": "user", "content": "no answer"}]}',
-        b"",
-        good,
-    ]
-    path.write_bytes(b"\n".join(lines))
-    found, rejects = read(path)
-    assert [row.id for row in found] == ["r"]
-    assert rejects.counts == {"not UTF-8": 2, "malformed JSON": 1, "wrong type": 4, "no assistant turn": 1}
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("", "the file is empty"),
-        ('{"id": "torn', "contains no usable training rows; "),
-        ('{"id": "u", "messages": [{"role": "user", "content": "q"}]}', "contains no usable training rows; "),
-    ],
-)
-def test_nothing_usable_is_an_error(tmp_path: Path, content: str, reason: str) -> None:
-    with pytest.raises(UserError, match=rf"c\.jsonl:? {reason}"):
+@pytest.mark.parametrize("content", ["", '{"id": "torn', '{"id": "u", "messages": [{"role": "user", "content": "q"}]}'])
+def test_nothing_usable_is_an_error(tmp_path: Path, content: str) -> None:
+    with pytest.raises(UserError, match=r"c\.jsonl:? (the file is empty|contains no usable training rows)"):
         read(write(tmp_path / "c.jsonl", content))
 
 
@@ -307,16 +233,12 @@ def test_empty_mask_rejects_one_and_stops_for_all(tmp_path: Path) -> None:
         read(write(tmp_path / "c.jsonl", empty, empty), tokenizer=tokenizer)
 
 
-def test_missing_file_and_other_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"does not exist; run `draftsmith regenerate` first"):
-        read(tmp_path / "none.jsonl")
+def test_answers_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     other = make_tokenizer()
     other.add_tokens([AddedToken("<tool>")])
     path = write(tmp_path / "c.jsonl", regenerated(([2, 3], [9, END]), tokenizer=other))
-    with pytest.raises(
-        UserError,
-        match=rf"c\.jsonl:1: .*{tokenizer_fingerprint(other)[:16]}.*{tokenizer_fingerprint(make_tokenizer())[:16]}",
-    ):
+    fingerprints = ".*".join(tokenizer_fingerprint(each)[:16] for each in (other, make_tokenizer()))
+    with pytest.raises(UserError, match=rf"c\.jsonl:1: .*{fingerprints}"):
         read(path)
 
 
@@ -330,11 +252,6 @@ def test_fingerprint_tells_vocabulary_and_template_apart(tmp_path: Path) -> None
     assert tokenizer_fingerprint(tokenizer_with(LINES)) != same
     first.add_tokens([AddedToken("<tool>")])
     assert tokenizer_fingerprint(first) != same
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot load a tokenizer from .*: the folder has no tokenizer; copy"):
-        _ = TargetFiles(TargetSection(model=str(tmp_path))).tokenizer
 
 
 # The script.
@@ -353,9 +270,6 @@ def test_show_marks_what_is_supervised(tmp_path: Path, target_dir: Path, capsys:
     printed = capsys.readouterr().out
     assert "<|assistant|>[[sat\non  the mat<|end|>]]<|user|>" in printed
     assert printed.count("[[") == 2  # one row shown
-    first, second = rows(make_tokenizer(), TWO_TURNS)[0], rows(make_tokenizer(), talk("q", "a"))[0]
-    tokens = len(first.input_ids + second.input_ids)
-    supervised = sum(end - start for start, end in first.spans + second.spans)
-    assert f"2 rows of 2 conversations, {tokens} tokens, {supervised} supervised" in printed
-    assert "1 malformed JSON" in printed
+    assert "2 rows of 2 conversations" in printed and "1 malformed JSON" in printed
+    (first,) = rows(make_tokenizer(), TWO_TURNS)
     assert "\x1b[32m" in shown_rows.marked(make_tokenizer(), first, colour=True)

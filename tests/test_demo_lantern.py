@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from transformers import Emu3ForConditionalGeneration
 
 from demos.digits import CAPTIONS, PIXELS
@@ -12,6 +13,7 @@ from demos.quality import (
     ImageTarget,
     real_pictures,
 )
+from draftsmith.models.image_tokens import ImageTokens
 
 
 @pytest.fixture(scope="module")
@@ -33,3 +35,11 @@ def test_shipped_target(target: ImageTarget):
     assert (
         numpy.mean([number == caption.digit for (_, number, _), caption in zip(readings, captions, strict=True)]) > 0.7
     )
+
+
+def test_the_whitest_pixels_of_a_written_picture_stay_white(monkeypatch: pytest.MonkeyPatch):
+    model: Any = Emu3ForConditionalGeneration.from_pretrained(TARGET)
+    images = ImageTokens(model)
+    monkeypatch.setattr(images.autoencoder, "decode", lambda codes: torch.ones(len(codes), 3, 8, 8))
+    picture = images.picture(images.token_ids[:4])
+    assert picture is not None and picture.getextrema() == ((255, 255),) * 3

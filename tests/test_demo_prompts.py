@@ -4,11 +4,8 @@ import itertools
 import json
 from pathlib import Path
 
-import pytest
-
-from demos import stdlib
 from demos.prompts import OUT, caption_conversations, scene_conversations
-from demos.stdlib import split_of, stdlib_conversations
+from demos.stdlib import split_of
 from draftsmith.recipes.prompts.pictures import read_picture
 from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
@@ -44,22 +41,3 @@ def test_shipped_questions_keep_the_library_s_modules_apart() -> None:
     assert (len(train), len(heldout), len(copied)) == (5173, 617, 715)
     assert {split_of(module) for module in train} == {"train"}
     assert {split_of(module) for module in heldout + copied} == {"heldout"}
-
-
-@pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in place of the standard library."""
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    monkeypatch.setattr(stdlib, "library_functions", stdlib.library_functions.__wrapped__)  # without its cache
-    return tmp_path
-
-
-def test_every_module_is_in_one_split(library: Path) -> None:
-    names = [f"module{number}" for number in range(100)]
-    for name in names:
-        body = "".join(f"    value_{line} = {name!r} + str({line})\n" for line in range(5))
-        (library / f"{name}.py").write_text(f"def function():\n    'Do.'\n{body}    return value_0\n")
-    train, heldout = ({each["meta"]["module"] for each in stdlib_conversations(split)} for split in stdlib.SPLITS)
-    assert train | heldout == set(names)
-    assert not train & heldout
-    assert len(train) > len(heldout) > 0

@@ -4,7 +4,6 @@ import gzip
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,14 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from draftsmith.recipes.errors import UserError
 from draftsmith.train.measure.metrics_line import ThroughputMeter
 from draftsmith.train.run import loop
 from draftsmith.train.run.checkpoints import list_checkpoints
-from tests import shared
 from tests.test_crashes import flip
-from tests.training_runs import done_path as done_path
 from tests.training_runs import metrics, train
 from tests.training_runs import recipe_path as recipe_path
+
+__all__ = ["recipe_path"]  # a fixture
 
 TAUS = {1: 1.2, 2: 1.9, 3: 1.9, 4: 1.5, 5: 1.1, 6: 1.7}  # of equals the later step counts
 
@@ -35,20 +33,12 @@ def replay_says(monkeypatch: pytest.MonkeyPatch, taus: dict[int, float]) -> None
     monkeypatch.setattr(loop.Loop, "replayed", replayed)
 
 
-BY_REPLAY = ("train.keep_best=replay_tau", "train.eval_replay=2", "train.save_every_steps=1", "train.trackers=[]")
-
-
-@pytest.fixture
-def whole(recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """`recipe_path`'s run, done, with all its checkpoints."""
-    replay_says(monkeypatch, TAUS)
-
-    def make(folder: Path) -> None:
-        shutil.copytree(tmp_path / "run", folder / "run")
-        train(recipe_path, *BY_REPLAY, "train.keep_checkpoints=9", f"output_dir={folder / 'run'}")
-
-    shutil.copytree(shared.built("best", make) / "run", tmp_path / "run", dirs_exist_ok=True)
-    yield tmp_path / "run"
+BY_REPLAY = [
+    "train.keep_best=replay_tau",
+    "train.eval_replay=2",
+    "train.save_every_steps=1",
+    "train.keep_checkpoints=1",
+]
 
 
 def kept_steps(output: Path) -> list[int]:
@@ -62,62 +52,46 @@ def drafter_is_of(output: Path, step: int) -> bool:
 
 
 def test_the_best_checkpoint_is_kept_and_its_drafter_saved(
-    whole: Path, recipe_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(recipe_path, *BY_REPLAY, "train.keep_checkpoints=1")
-    assert kept_steps(whole) == [3, 6]
-    assert drafter_is_of(whole, 3) and not drafter_is_of(whole, 6)
+    replay_says(monkeypatch, TAUS)
+    output = train(recipe_path, *BY_REPLAY)
+    assert kept_steps(output) == [3, 6]
+    assert drafter_is_of(output, 3) and not drafter_is_of(output, 6)
     assert "drafter, of step 3, which has the best replay_tau: 1.90" in capsys.readouterr().out
-    made_by = json.loads((whole / "drafter/provenance.json").read_text())
+    made_by = json.loads((output / "drafter/provenance.json").read_text())
     assert made_by["checkpoint"] == {"step": 3, "replay_tau": 1.9}
-    assert not (whole / "tensorboard").exists()
 
     # Longer, the last one is the best, and nothing else needs to stay.
     replay_says(monkeypatch, TAUS | {7: 2.0})
-    train(recipe_path, *BY_REPLAY, "train.keep_checkpoints=1", "train.max_steps=7")
-    assert kept_steps(whole) == [7] and drafter_is_of(whole, 7)
+    train(recipe_path, *BY_REPLAY, "train.max_steps=7")
+    assert kept_steps(output) == [7] and drafter_is_of(output, 7)
 
 
-@pytest.mark.parametrize("last", [2, 4])
-def test_a_killed_run_keeps_the_same_best(last: int, whole: Path, recipe_path: Path) -> None:
-    """What a kill behind this checkpoint leaves, before its replay was logged."""
-    lines = metrics(whole)
-    shutil.rmtree(whole / "drafter")
-    for path in list_checkpoints(whole / "checkpoints")[last:]:
-        shutil.rmtree(path)
-    logged = (whole / "metrics.jsonl").read_text().splitlines()
-    (whole / "metrics.jsonl").write_text("\n".join(logged[: last - 1]) + "\n")
-    train(recipe_path, *BY_REPLAY, "train.keep_checkpoints=1")
-    assert metrics(whole) == lines
-    assert kept_steps(whole) == [3, 6] and drafter_is_of(whole, 3)
+@pytest.mark.slow
+def test_a_killed_run_keeps_the_same_best(recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_says(monkeypatch, TAUS)
+    whole = train(recipe_path, *BY_REPLAY, "train.keep_checkpoints=9")
+    for last in (2, 3, 4, 6):  # what a kill behind this checkpoint leaves, before its replay was logged
+        killed = tmp_path / f"killed{last}"
+        shutil.copytree(whole, killed, ignore=shutil.ignore_patterns("drafter", "tensorboard"))
+        for path in list_checkpoints(killed / "checkpoints")[last:]:
+            shutil.rmtree(path)
+        lines = (killed / "metrics.jsonl").read_text().splitlines()
+        (killed / "metrics.jsonl").write_text("\n".join(lines[: last - 1]) + "\n")
+        train(recipe_path, *BY_REPLAY, f"output_dir={killed}")
+        assert metrics(killed) == metrics(whole)
+        assert kept_steps(killed) == [3, 6] and drafter_is_of(killed, 3)
 
 
 def test_a_damaged_best_checkpoint_does_not_cost_the_one_behind_it(
-    whole: Path, recipe_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    damaged = whole / "checkpoints/step-00000003"
-    flip(damaged / "model.safetensors")
-    train(recipe_path, *BY_REPLAY, "train.keep_checkpoints=1")
-    assert f"{damaged}: damaged (model.safetensors is not what was written" in capsys.readouterr().out
-    assert kept_steps(whole) == [2, 6] and drafter_is_of(whole, 2)
-
-
-def test_too_few_conversations_to_find_the_best_are_told(recipe_path: Path) -> None:
-    lines = (recipe_path.parent / "run/conversations.jsonl").read_text().splitlines()
-    (recipe_path.parent / "run/conversations.jsonl").write_text("\n".join(lines[:4]) + "\n")
-    with pytest.raises(UserError, match=r"train\.keep_best: simulated_tau, but there are too few conversations"):
-        train(recipe_path, "train.keep_best=simulated_tau")
-
-
-def test_the_best_by_simulated_tau_is_found_at_every_checkpoint(
     recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taus = iter(TAUS.values())
-    monkeypatch.setattr(loop.Loop, "validate", lambda _: {"simulated_tau": next(taus)})
-    settings = ["train.keep_best=simulated_tau", "train.save_every_steps=1", "train.validate_every_steps=100"]
-    output = train(recipe_path, *settings, "train.keep_checkpoints=1")
-    assert {line["step"]: line["validation_simulated_tau"] for line in metrics(output)} == TAUS
-    assert kept_steps(output) == [3, 6] and drafter_is_of(output, 3)
+    replay_says(monkeypatch, TAUS | {2: 1.8})
+    output = train(recipe_path, *BY_REPLAY, "train.keep_checkpoints=9")
+    flip(output / "checkpoints/step-00000003/model.safetensors")
+    train(recipe_path, *BY_REPLAY)  # keeps one
+    assert kept_steps(output) == [2, 6] and drafter_is_of(output, 2)
 
 
 # Trackers.
@@ -130,10 +104,10 @@ def tracked(output: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_tensorboard_shows_every_step_once_though_the_run_was_killed(done_path: Path) -> None:
-    output = done_path.parent / "run"
+def test_tensorboard_shows_every_step_once_though_the_run_was_killed(recipe_path: Path) -> None:
+    output = train(recipe_path)
     shutil.rmtree(output / "checkpoints/step-00000006")  # as if killed behind step 6, before it was saved
-    train(done_path)
+    train(recipe_path)
     assert len(list((output / "tensorboard").iterdir())) == 2
     shown, lines = tracked(output), metrics(output)
     for key in ("loss", "grad_norm", "lr", "simulated_tau", "skipped_steps"):

@@ -4,25 +4,15 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import wait
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.answers.generators import GeneratedAnswer, GenerationSettings
 from draftsmith.data_gen.server import generator as server_generator
-from draftsmith.data_gen.server.answers import Vocabulary
-from draftsmith.data_gen.server.generator import Servers
 from draftsmith.models.chat import render_prompt
-from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.schema import GeneratorSection
-from tests.conftest import VOCAB_SIZE
 from tests.fake_server import STOP, FakeServer, Reply, expected
 from tests.server_place import LIMIT, Place
 from tests.server_place import place as place
-from tests.thinning import a_few
 
 # Answers.
 
@@ -33,134 +23,83 @@ def test_given_token_ids_are_kept(place: Place, ids: str, strip: bool) -> None:
     with FakeServer(place.tokenizer, ids=ids, strip_stop=strip) as server:
         place.use(server)
         printed = place.run()
-    records = place.check()
-    assert {turn["finish_reason"] for record in records for turn in record["turns"]} == {"stop", "length"}
-    assert not any("retokenised" in turn for record in records for turn in record["turns"])
-    tokens = sum(len(turn["output_token_ids"]) for record in records for turn in record["turns"])
-    turns = sum(len(record["turns"]) for record in records)
-    assert f"40 of 40 conversations written\n{turns} answers, {tokens:,} tokens" in printed
-    assert f"{server.url}: {turns} answers, {tokens:,} tokens, 0 failed tries" in printed
-    assert "tokenised again" not in printed
+    turns = [turn for record in place.check() for turn in record["turns"]]
+    assert {turn["finish_reason"] for turn in turns} == {"stop", "length"}
+    assert not any("retokenised" in turn for turn in turns)
+    tokens = sum(len(turn["output_token_ids"]) for turn in turns)
+    assert f"40 of 40 conversations written\n{len(turns)} answers, {tokens:,} tokens" in printed
+    assert f"{server.url}: {len(turns)} answers, {tokens:,} tokens, 0 failed tries" in printed
     assert set(server.asked.values()) == set(server.answered.values()) == {1}
 
 
-def test_ids_of_a_character_that_llama_cpp_leaves_out_come_from_the_text(place: Place) -> None:
+@pytest.mark.parametrize(("ids", "strip"), [("content", False), ("text", False), ("text", True)])
+def test_ids_that_are_not_given_are_made_of_the_text_and_said_to_be(place: Place, ids: str, strip: bool) -> None:
+    """llama.cpp leaves out those of a character of several tokens."""
     place.ask(40)
-    with FakeServer(place.tokenizer, ids="content") as server:
+    with FakeServer(place.tokenizer, ids=ids, strip_stop=strip) as server:
         place.use(server)
         printed = place.run()
     turns = [turn for record in place.records() for turn in record["turns"]]
-    assert f"{len(turns)} answers" in printed and ", 0 failed tries" in printed
-    given = 0
+    assert {turn["finish_reason"] for turn in turns} == {"stop", "length"} and ", 0 failed tries" in printed
+    made = 0
     for turn in turns:
-        ids, reason = expected(place.tokenizer, turn["prompt_token_ids"], LIMIT)
-        skipped = any(str(place.tokenizer.decode(ids[:n])).endswith("\ufffd") for n in range(1, len(ids) + 1))
-        assert turn.get("retokenised", False) is skipped
-        assert turn["finish_reason"] == reason and (turn["output_token_ids"] == ids or reason == "length")
-        given += not skipped
-    assert 0 < given < len(turns)
-
-
-@pytest.mark.parametrize("strip", [False, True])
-def test_text_is_tokenised_again_and_said_to_be(place: Place, strip: bool) -> None:
-    place.ask(20)
-    with FakeServer(place.tokenizer, ids="text", strip_stop=strip) as server:
-        place.use(server)
-        printed = place.run()
-    turns = [turn for record in place.records() for turn in record["turns"]]
-    assert all(turn["retokenised"] is True for turn in turns)
-    assert f"{len(turns)} answers tokenised again from text" in printed
-    for turn in turns:
-        ids, reason = expected(place.tokenizer, turn["prompt_token_ids"], LIMIT)
+        wanted, reason = expected(place.tokenizer, turn["prompt_token_ids"], LIMIT)
+        skipped = any(str(place.tokenizer.decode(wanted[:n])).endswith("\ufffd") for n in range(1, len(wanted) + 1))
+        assert turn.get("retokenised", False) is (ids == "text" or skipped)
         assert turn["finish_reason"] == reason
-        if reason == "stop":
-            assert turn["output_token_ids"] == ids
-        else:  # cut inside a word, other tokens may be the shorter way to write it
-            whole, found = (str(place.tokenizer.decode(i)) for i in (ids, turn["output_token_ids"]))
-            assert whole.startswith(found)
-    assert {turn["finish_reason"] for turn in turns} == {"stop", "length"}
+        if turn["output_token_ids"] != wanted:  # cut inside a word, other tokens may be the shorter way to write it
+            whole, found = (str(place.tokenizer.decode(i)) for i in (wanted, turn["output_token_ids"]))
+            assert reason == "length" and whole.startswith(found)
+        made += turn.get("retokenised", False)
+    assert f"{made} answers tokenised again from text" in printed and (ids == "text" or made < len(turns))
 
 
 def test_requests_say_everything_and_repeat_themselves(place: Place) -> None:
     place.ask(12)
     bodies = []
-    for output in ("one", "two"):
+    for seed in (5, 5, 6):
         with FakeServer(place.tokenizer) as server:
-            place.use(server, top_p=0.9, seed=5)
-            place.run(f"output_dir={place.folder / output}", "data.max_length=32")
+            place.use(server, top_p=0.9, seed=seed)
+            place.run(f"output_dir={place.folder / str(len(bodies))}", "data.max_length=32")
             bodies.append({tuple(body["prompt"]): body for body in server.bodies})
     assert bodies[0] == bodies[1]
     seeds = {body["seed"] for body in bodies[0].values()}
-    assert len(seeds) == len(bodies[0])
+    assert len(seeds) == len(bodies[0]) and not seeds & {body["seed"] for body in bodies[2].values()}
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "n": 1}
+    ours = {"skip_special_tokens": False, "add_special_tokens": False, "stop_token_ids": [STOP], "model": "fake"}
     for prompt, body in bodies[0].items():
         assert body["max_tokens"] == min(LIMIT, 32 - len(prompt))
-        sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "n": 1}
-        ours = {"skip_special_tokens": False, "add_special_tokens": False, "stop_token_ids": [STOP], "model": "fake"}
         assert (sampling | ours).items() <= body.items()
     assert any(body["max_tokens"] < LIMIT for body in bodies[0].values())
-    with FakeServer(place.tokenizer) as server:
-        place.use(server, seed=6)
-        place.run(f"output_dir={place.folder / 'three'}")
-        assert not seeds & {body["seed"] for body in server.bodies}
 
 
-def test_concurrency_is_used_and_kept(place: Place) -> None:
-    place.ask(30)
-    with FakeServer(place.tokenizer, seconds=0.1) as one, FakeServer(place.tokenizer, seconds=0.1) as two:
-        place.use(one, two, concurrency=6)
-        place.run()
-    place.check()
-    assert one.busiest + two.busiest == 6 and one.busiest == two.busiest
-
-
-def test_the_least_loaded_server_is_asked(place: Place) -> None:
+def test_concurrency_is_used_and_the_least_loaded_server_is_asked(place: Place) -> None:
     place.ask(60, turns=1)
-    with FakeServer(place.tokenizer, seconds=0.4) as slow, FakeServer(place.tokenizer) as fast:
+    with FakeServer(place.tokenizer, seconds=0.4) as slow, FakeServer(place.tokenizer, seconds=0.01) as fast:
         place.use(slow, fast, concurrency=4)
         place.run()
     records = place.check()
-    assert 2 <= slow.asked.total() < 15
-    assert slow.asked.total() + fast.asked.total() == 60
+    assert 2 <= slow.busiest <= 4 and 2 <= fast.busiest <= 4  # the first four are shared
+    assert slow.asked.total() < 20 and slow.asked.total() + fast.asked.total() == 60
     assert [record["id"] for record in records] != [f"q{i}" for i in range(60)]  # they came out of order
 
 
-@contextlib.contextmanager
-def connected(server: FakeServer) -> Iterator[Servers]:
-    vocabulary = Vocabulary(server.tokenizer, VOCAB_SIZE, (STOP,))
-    section = GeneratorSection(kind="openai", base_urls=[server.url])
-    with Servers(section, GenerationSettings(LIMIT, 200, (STOP,), Sampling(1.0)), vocabulary) as servers:
-        servers.connect()
-        yield servers
-
-
-def test_waiting_costs_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
-    """A pause of the servers is no work for us: the event loop sleeps."""
-    with FakeServer(tokenizer, seconds=2.2) as server, connected(server) as servers:
-        started = time.process_time()
-        found = list(servers(iter([("a", [7, 8])])))
-        used = time.process_time() - started
-    assert found[:-1] == [None, None]  # a heartbeat a second
-    assert found[-1] == GeneratedAnswer("a", *expected(tokenizer, [7, 8], LIMIT))
-    assert used < 0.5
-
-
-def test_an_interrupt_comes_after_the_answers_that_had_arrived(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(tasks: Any, *_: Any) -> Any:
-        wait(tasks)
-        raise KeyboardInterrupt
-
-    prompts, found = [("a", [7, 8]), ("b", [8, 9])], list[Any]()
-    with FakeServer(tokenizer) as server, connected(server) as servers:
-        monkeypatch.setattr(server_generator, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            for answer in servers(iter(prompts)):
-                found.append(answer)
-    assert sorted(found) == [GeneratedAnswer(k, *expected(tokenizer, p, LIMIT)) for k, p in prompts]
-
-
 # Failures.
+
+
+@contextlib.contextmanager
+def meanwhile(ready: Callable[[], bool], do: Callable[[], object]) -> Iterator[None]:
+    """Does something in another thread once `ready` says so."""
+
+    def watch() -> None:
+        while not ready():
+            time.sleep(0.005)
+        do()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    yield
+    thread.join()
 
 
 def test_errors_and_torn_connections_are_tried_again(place: Place) -> None:
@@ -182,16 +121,22 @@ def test_retry_after_is_honoured(place: Place, status: int) -> None:
     place.ask(1, turns=1)
     with FakeServer(place.tokenizer, fail=1.0, status=status, retry_after="0.4") as server:
         place.use(server)
-
-        def mend() -> None:
-            while not server.times:
-                time.sleep(0.005)
-            server.manners.fail = 0.0
-
-        threading.Thread(target=mend, daemon=True).start()
-        place.run()
+        with meanwhile(lambda: bool(server.times), lambda: setattr(server.manners, "fail", 0.0)):
+            place.run()
     place.check()
     assert len(server.times) == 2 and 0.39 < server.times[1] - server.times[0] < 2
+
+
+@pytest.mark.parametrize(("status", "looks"), [(429, 1), (503, 2)])
+def test_a_busy_server_is_not_set_aside_and_a_broken_one_is_looked_at_again(
+    place: Place, status: int, looks: int
+) -> None:
+    place.ask(1, turns=1)
+    with FakeServer(place.tokenizer, fail=1.0, status=status) as server:
+        place.use(server)
+        place.change(TRIES=server_generator.FAILURES_IN_A_ROW + 1)
+        place.fails()
+    assert server.looks == looks
 
 
 def test_a_dead_server_is_set_aside_and_used_when_it_is_back(place: Place) -> None:
@@ -202,17 +147,13 @@ def test_a_dead_server_is_set_aside_and_used_when_it_is_back(place: Place) -> No
 
         def die_and_rise() -> None:
             nonlocal asked_before
-            while mortal.asked.total() < 10:
-                time.sleep(0.005)
             mortal.stop()
             asked_before = mortal.asked.total()
             time.sleep(0.3)
             mortal.start()
 
-        thread = threading.Thread(target=die_and_rise, daemon=True)
-        thread.start()
-        printed = place.run()
-        thread.join()
+        with meanwhile(lambda: mortal.asked.total() >= 10, die_and_rise):
+            printed = place.run()
     place.check()
     assert mortal.asked.total() > asked_before >= 10
     # Those under way when it died, and no more: the least loaded server is not the dead one.
@@ -220,53 +161,17 @@ def test_a_dead_server_is_set_aside_and_used_when_it_is_back(place: Place) -> No
     assert failed is not None and 0 < int(failed[1]) <= 6
 
 
-def test_tries_that_reach_no_server_are_not_counted(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"TRIES": 1, "FIRST_LOOK_SECONDS": 0.05}.items():
-        monkeypatch.setattr(server_generator, name, value)
-    with FakeServer(tokenizer) as server, connected(server) as servers:
-        server.stop()
-        threading.Timer(0.5, server.start).start()
-        (found,) = (answer for answer in servers(iter([("a", [7, 8])])) if answer is not None)
-    assert found == GeneratedAnswer("a", *expected(tokenizer, [7, 8], LIMIT))
-    assert servers.servers[0].failed_tries == 1
-
-
-def test_dead_at_the_start_is_said(place: Place) -> None:
-    place.ask(5)
-    with FakeServer(place.tokenizer) as server:
-        dead = FakeServer(place.tokenizer)
-        place.use(dead, server)
-        printed = place.run()
-        assert f"note: {dead.url} is set aside for now: cannot be reached" in printed
-        assert f"{dead.url}: 0 answers" in printed
-    place.check()
-    place.path.unlink()
-    problems, _ = place.fails()
-    assert len(problems) == 3 and "no server can be used" in problems[-1] and dead.url in problems[0]
-
-
 def test_all_dead_for_too_long_ends_the_run_and_another_goes_on(place: Place) -> None:
     place.ask(60)
     with FakeServer(place.tokenizer, seconds=0.02) as server:
         place.use(server, concurrency=4)
         place.change(GIVE_UP_SECONDS=0.5)
-
-        def die() -> None:
-            while server.asked.total() < 20:
-                time.sleep(0.005)
-            server.stop()
-
-        thread = threading.Thread(target=die, daemon=True)
-        thread.start()
-        problems, printed = place.fails()
-        thread.join()
+        with meanwhile(lambda: server.asked.total() >= 20, server.stop):
+            problems, printed = place.fails()
         assert server.url in problems[0] and "no server has answered for" in problems[1]
         assert "conversations written" in printed
-        written = len(place.check(count=len(place.records())))
+        written, whole = len(place.check(count=len(place.records()))), place.path.read_bytes()
         assert 5 < written < 60
-        whole = place.path.read_bytes()
         done = {tuple(t["prompt_token_ids"]) for record in place.records() for t in record["turns"]}
         before = server.asked.copy()
         server.start()
@@ -276,130 +181,55 @@ def test_all_dead_for_too_long_ends_the_run_and_another_goes_on(place: Place) ->
         assert all(server.asked[prompt] == before[prompt] for prompt in done)
 
 
-def test_a_server_whose_answers_are_all_torn_ends_the_run(place: Place) -> None:
-    """It takes the first trial, and every look at it: only the answers show what it is."""
-    place.ask(30)
-    with FakeServer(place.tokenizer, tear=1.0) as server:
-        place.use(server)
-        place.change(TRIES=10**6, GIVE_UP_SECONDS=0.5)
-        problems, _ = place.fails()
-    assert "no server has answered for" in problems[1] and not place.path.exists()
-
-
 def test_an_answer_that_never_comes_is_asked_for_by_the_next_run(place: Place) -> None:
     place.ask(20)
-    with FakeServer(place.tokenizer) as server:
+    with FakeServer(place.tokenizer, lie_to=lambda prompt_ids: sum(prompt_ids) % 5 == 0) as server:
         place.use(server)
         place.change(TRIES=3)
-        server.manners.lie_to = lambda prompt_ids: sum(prompt_ids) % 5 == 0
         server.manners.lie = lambda reply: reply["usage"].update(completion_tokens=1000)
         printed = place.leaves_some()
         left = 20 - len(place.records())
         assert 0 < left < 20 and f"{20 - left} of 20 conversations written, {left} without an answer" in printed
-        assert "it counts 1000 tokens where at most 24 were asked for (after 3 tries" in printed
-        assert not place.rejects.exists()
+        assert "(after 3 tries" in printed and not place.rejects.exists()
         place.check(count=20 - left)
         server.manners.lie = None
         place.run()
     place.check()
 
 
-def lie(**changes: Any) -> Any:
-    def change(reply: Reply) -> None:
-        choice = reply["choices"][0]
-        for key, value in changes.items():
-            (reply["usage"] if key.endswith("_tokens") else choice)[key] = value(choice) if callable(value) else value
-
-    return change
-
-
-LIES = {
-    "usage": (lie(completion_tokens=3), "counts 3 tokens and gives"),
-    "more usage": (lie(completion_tokens=lambda c: len(c["token_ids"]) + 1), "it counts"),
-    "too many": (lie(token_ids=[7] * 30, text="", completion_tokens=30), "where at most 24 were asked for"),
-    "too many, silently": (lie(token_ids=[7] * 30, text="", completion_tokens=None), "tokens where at most 24"),
-    "no stop": (
-        lie(finish_reason="stop", token_ids=[7, 8], text="", completion_tokens=2),
-        "no stop token among the tokens",
-    ),
-    "a stop of its own": (
-        lie(finish_reason="stop", token_ids=[7], text="", completion_tokens=1, stop_reason="\n\n"),
-        "it stopped at",
-    ),
-    "empty": (lie(token_ids=[], text="", finish_reason="length", completion_tokens=0), "the answer is empty"),
-    "empty stop": (lie(token_ids=None, text="", finish_reason="stop", completion_tokens=0), "the answer is empty"),
-    "foreign ids": (lie(token_ids=[7, 5000], text="", completion_tokens=2), "5000 is none of the target's 320"),
-    "negative ids": (lie(token_ids=[-1], text="", completion_tokens=1), "-1 is none of the target's"),
-    "other text": (lie(text="something else"), "is another model served"),
-    "other prompt": (lie(prompt_token_ids=[1, 2, 3]), "another prompt"),
-    "cut prompt": (lie(prompt_tokens=2), "counts 2 prompt tokens"),
-}
-
-
-@pytest.mark.parametrize("name", a_few(LIES, "usage", "no stop", "foreign ids", "other text", "other prompt"))
-def test_lies_are_caught_and_another_try_may_be_true(place: Place, name: str) -> None:
+def test_a_lie_is_caught_and_another_try_may_be_true(place: Place) -> None:
     place.ask(6)
-    change, message = LIES[name]
     with FakeServer(place.tokenizer) as server:
-        heard: set[int] = set()
-
-        def once(prompt_ids: list[int]) -> bool:
-            fresh = hash(tuple(prompt_ids)) not in heard
-            heard.add(hash(tuple(prompt_ids)))
-            return fresh
-
-        server.manners.lie, server.manners.lie_to = change, once
+        server.manners.lie = lambda reply: reply["choices"][0].update(token_ids=[7, 5000], text="")
+        server.manners.lie_to = lambda prompt_ids: server.asked[tuple(prompt_ids)] == 1
         place.use(server, concurrency=1)
         printed = place.run()
     place.check()
-    assert set(server.asked.values()) == {2}
-    assert message in printed  # the server's last failure
-
-
-def test_what_follows_a_stop_token_is_cut_off(place: Place) -> None:
-    def go_on(reply: Reply) -> None:
-        choice = reply["choices"][0]
-        if choice["finish_reason"] == "stop" and len(choice["token_ids"]) < LIMIT - 1:
-            choice["token_ids"] = [*choice["token_ids"], 7, STOP]
-            choice["text"] = place.tokenizer.decode(choice["token_ids"])
-            choice["finish_reason"] = "length"
-            reply["usage"]["completion_tokens"] += 2
-
-    place.ask(20)
-    with FakeServer(place.tokenizer, lie=go_on) as server:
-        place.use(server)
-        place.run()
-    place.check()
+    assert set(server.asked.values()) == {2} and "is another model served" in printed  # the server's last failure
 
 
 def test_other_finish_reasons_reject_the_conversation(place: Place) -> None:
+    """The first turn of four conversations, and every second turn."""
     place.ask(20, turns=2)
     first = {tuple(render_prompt(place.tokenizer, [{"role": "user", "content": f"cat {i}.0"}])): i for i in range(20)}
     reasons = {0: "content_filter", 1: "tool_calls", 2: "abort", 3: None}
-    with FakeServer(place.tokenizer) as server:
-        kinds = {4: "content_filter"}
 
-        def change(reply: Reply) -> None:
-            number = first.get(tuple(reply["choices"][0]["prompt_token_ids"]), 4)
-            reply["choices"][0]["finish_reason"] = (reasons | kinds)[number]
+    def change(reply: Reply) -> None:
+        number = first.get(tuple(reply["choices"][0]["prompt_token_ids"]), 0)
+        reply["choices"][0]["finish_reason"] = reasons[number]
 
-        # The first turn of four conversations, and every second turn.
-        server.manners.lie, server.manners.lie_to = change, lambda ids: first.get(tuple(ids), 0) in reasons
+    with FakeServer(place.tokenizer, lie=change, lie_to=lambda ids: first.get(tuple(ids), 0) in reasons) as server:
         place.use(server)
         place.change(TRIES=2)
         printed = place.run()
     records = place.check(count=16)
     rejected = {entry["record"]["id"]: entry["reason"] for entry in place.records(place.rejects)}
-    assert rejected.keys() == {"q0", "q1", "q2", "q3"}
+    assert rejected.keys() == {"q0", "q1", "q2", "q3"} and "4 records rejected (1 finish_reason" in printed
     assert all(rejected[f"q{i}"].startswith(f"finish_reason {reason}") for i, reason in reasons.items())
-    assert "4 records rejected (1 finish_reason" in printed
     # What was answered before stays.
     two = [record for record in records if int(record["id"][1:]) % 2 and record["turns"][0]["finish_reason"] == "stop"]
-    assert two
-    for record in two:
-        assert (len(record["turns"]), record["unasked_turns"]) == (1, 1)
-        assert [message["role"] for message in record["messages"]] == ["user", "assistant"]
-        assert record["unasked_reason"] == "finish_reason content_filter: the server ended the answer"
+    assert two and all((len(record["turns"]), record["unasked_turns"]) == (1, 1) for record in two)
+    assert all(record["unasked_reason"].startswith("finish_reason content_filter") for record in two)
 
 
 def test_refused_prompts_are_rejected_once(place: Place) -> None:
@@ -413,19 +243,3 @@ def test_refused_prompts_are_rejected_once(place: Place) -> None:
     assert all(message in entry["reason"] for entry in rejected)
     place.check(count=10 - len(rejected))
     assert set(server.asked.values()) == {1}
-
-
-def test_a_refusal_that_names_its_request_is_kept_once(place: Place) -> None:
-    place.ask(3, turns=1)
-    with FakeServer(place.tokenizer, fail=1.0, status=400) as server:
-        place.use(server)
-        for request in ("one", "two"):
-            server.manners.message = f"request {request} is refused"
-            place.fails()
-        assert [entry["reason"] for entry in place.records(place.rejects)] == [
-            "refused: 400: request one is refused"
-        ] * 3
-        # Another conversation at the same place is something else.
-        place.prompts.write_text(place.prompts.read_text().replace("cat 0", "dog 0"))
-        place.fails()
-    assert len(place.records(place.rejects)) == 3 + 1

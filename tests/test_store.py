@@ -22,7 +22,6 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe, TrainSection, TreeSection
-from draftsmith.train import eagle, eagle3, poss
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, teacher_of
 from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
 from draftsmith.train.run.initial_drafter import new_drafter
@@ -43,7 +42,8 @@ from tests.store_cases import copy as copy
 from tests.store_cases import recipe_path as recipe_path
 from tests.store_cases import store as store
 from tests.store_cases import stores as stores
-from tests.training_runs import metrics, run_main, to_train
+from tests.thinning import a_few
+from tests.training_runs import metrics, to_train, train
 
 ROOT = Path(__file__).parent.parent
 REPLAY = [
@@ -125,24 +125,25 @@ def test_a_store_holds_what_the_target_says_of_each_row_alone(recipe_path: Path,
 def test_rows_with_states_that_are_not_finite_are_named_and_kept(
     recipe_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    model = make_target()
-    bad = rows_of(load_recipe(recipe_path))[0]
-    token = bad.input_ids[5]
+    model, rows = make_target(), rows_of(load_recipe(recipe_path))
+    token = rows[0].input_ids[5]
     with torch.no_grad():
         model.get_input_embeddings().weight[token] = float("nan")
     shutil.copytree(recipe_path.parent / "target", tmp_path / "target")
     model.save_pretrained(tmp_path / "target")
-    arguments = [f"target.model={tmp_path / 'target'}", f"data.states={tmp_path / 'states'}", "data.capture.dtype=fp8"]
-    capture(recipe_path, *arguments)
-    rows = rows_of(load_recipe(recipe_path))
-    broken = [row for row in rows if token in row.input_ids]
-    opened, printed = Store(tmp_path / "states"), capsys.readouterr().out
-    assert opened.manifest.total("nonfinite_rows") == len(broken) and bad in broken
-    assert f"NaN or inf among the states of {len(broken)} rows" in printed
+    capture(
+        recipe_path,
+        f"target.model={tmp_path / 'target'}",
+        f"data.states={tmp_path / 'states'}",
+        "data.capture.dtype=fp8",
+    )
+    opened, broken = Store(tmp_path / "states"), [row for row in rows if token in row.input_ids]
+    assert opened.manifest.total("nonfinite_rows") == len(broken) > 0
+    assert f"NaN or inf among the states of {len(broken)} rows" in capsys.readouterr().out
     for row in rows:
         stored = opened.read(row)
         decoded = opened.encoding.decode(stored.captured, stored.captured_scale, torch.float32)
-        assert bool(decoded.isfinite().all()) == (token not in row.input_ids)
+        assert bool(decoded.isfinite().all()) == (row not in broken)
 
 
 # Training from a store.
@@ -171,8 +172,11 @@ def trainee_of(recipe: Recipe, target: Target) -> TrainingTimeTest:
     return trainee_of_section(recipe.train, new_drafter(recipe.drafter, shape, vocab, target, {}))
 
 
+FEW_KINDS = a_few(KINDS, "eagle3", "poss")
+
+
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW_KINDS)
 def test_the_same_batches_give_the_same_losses_and_gradients_as_with_the_target(
     recipe_path: Path, stores: Callable[[str], Path], kind: str, packed: bool
 ) -> None:
@@ -193,7 +197,7 @@ def test_the_same_batches_give_the_same_losses_and_gradients_as_with_the_target(
         assert_same_gradients(gradients(other.drafter), gradients(one.drafter), tolerance=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FEW_KINDS)
 def test_replay_along_stored_states_is_replay_with_the_target(
     recipe_path: Path, stores: Callable[[str], Path], kind: str
 ) -> None:
@@ -215,28 +219,35 @@ def test_replay_along_stored_states_is_replay_with_the_target(
     assert replay_metrics(offline)["replay_tau"] == replay_metrics(online)["replay_tau"]
 
 
-def test_a_stored_target_is_the_target_as_far_as_training_asks(recipe_path: Path, store: Path) -> None:
-    target = target_of(load_recipe(recipe_path))
-    stored = StoredTarget(Store(store), target.config)
+def assert_same_target(stored: StoredTarget, target: Target) -> None:
+    """As far as training asks."""
     assert torch.equal(stored.embedding_table, target.embedding_table)
-    assert torch.equal(stored.head_weight, target.head_weight)
     states = torch.randn(3, 32)
     assert torch.equal(stored.logits(states), target.logits(states))
     for name in ("vocab_size", "hidden_size", "num_layers", "capture_layers", "embedding_scale", "dtype", "device"):
         assert getattr(stored, name) == getattr(target, name), name
-    with pytest.raises(UserError, match=r"is not here, only its head and embeddings: leave data\.states out"):
+
+
+def test_a_stored_target_is_the_target_as_far_as_training_asks(recipe_path: Path, store: Path) -> None:
+    target = target_of(load_recipe(recipe_path))
+    stored = StoredTarget(Store(store), target.config)
+    assert_same_target(stored, target)
+    with pytest.raises(UserError, match=r"only its head and embeddings: leave data\.states out"):
         stored.states(torch.zeros(1, 3, dtype=torch.long))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "family, settings",
-    {
-        "llama": {"tie_word_embeddings": True},
-        "gemma2": {"final_logit_softcapping": 5.0, "tie_word_embeddings": True},
-        "phi": {},
-    }.items(),
+    "family, settings, names",
+    [
+        ("llama", {"tie_word_embeddings": True}, {"embedding"}),
+        ("gemma2", {"final_logit_softcapping": 5.0, "tie_word_embeddings": True}, {"embedding"}),
+        ("phi", {}, {"embedding", "head", "bias"}),
+    ],
 )
-def test_heads_of_other_families(recipe_path: Path, tmp_path: Path, family: str, settings: dict[str, Any]) -> None:
+def test_heads_of_other_families(
+    recipe_path: Path, tmp_path: Path, family: str, settings: dict[str, Any], names: set[str]
+) -> None:
     """Tied, soft-capped with scaled embeddings, with a bias."""
     model = make_target(family, **settings)
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
@@ -244,16 +255,9 @@ def test_heads_of_other_families(recipe_path: Path, tmp_path: Path, family: str,
     model.save_pretrained(tmp_path / "target")
     make_tokenizer().save_pretrained(tmp_path / "target")
     capture(recipe_path, f"target.model={tmp_path / 'target'}", f"data.states={tmp_path / 'states'}")
-    recipe = load_recipe(recipe_path, [f"target.model={tmp_path / 'target'}"])
-    target = target_of(recipe)
-    stored = StoredTarget(Store(tmp_path / "states"), target.config)
-    states = torch.randn(3, 32)
-    assert torch.equal(stored.logits(states), target.logits(states))
-    assert stored.embedding_scale == target.embedding_scale
-    assert (
-        names_in(tmp_path / "states/target/head.safetensors")
-        == {"embedding"} | {"llama": set(), "gemma2": set(), "phi": {"head", "bias"}}[family]
-    )
+    target = target_of(load_recipe(recipe_path, [f"target.model={tmp_path / 'target'}"]))
+    assert_same_target(StoredTarget(Store(tmp_path / "states"), target.config), target)
+    assert names_in(tmp_path / "states/target/head.safetensors") == names
 
 
 def test_a_head_that_is_more_than_its_weight_is_refused(recipe_path: Path) -> None:
@@ -267,9 +271,9 @@ def test_a_head_that_is_more_than_its_weight_is_refused(recipe_path: Path) -> No
         check_head(target)
 
 
-@pytest.mark.parametrize("kind, module", {"eagle3": eagle3, "eagle": eagle, "poss": poss}.items())
+@pytest.mark.parametrize("kind", a_few(["eagle3", "eagle", "poss"], "eagle3"))
 def test_runs_from_a_store_log_what_runs_with_the_target_log(
-    recipe_path: Path, stores: Callable[[str], Path], tmp_path: Path, kind: str, module: Any
+    recipe_path: Path, stores: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
     """The store fits in a window, so that both read in one order; the last run has no target but the store's."""
     states, runs = stores(kind), {}
@@ -281,7 +285,7 @@ def test_runs_from_a_store_log_what_runs_with_the_target_log(
         output = to_train(tmp_path / name, CONVERSATIONS)
         if kind != "eagle3":
             DraftVocab.full(320).save(output / "draft_vocab.safetensors")
-        run_main(module, recipe_path, *KINDS[kind], *REPLAY, "train.max_steps=3", f"output_dir={output}", *more)
+        train(recipe_path, *KINDS[kind], *REPLAY, "train.max_steps=3", f"output_dir={output}", *more)
         runs[name] = metrics(output)
     assert runs["offline"] == runs["alone"]
     for mine, its in zip(runs["offline"], runs["online"], strict=True):
@@ -294,19 +298,18 @@ def test_runs_from_a_store_log_what_runs_with_the_target_log(
     assert [line["step"] for line in runs["offline"] if line.get("replay_tau", 0) > 1] == [3]
 
 
+@pytest.mark.slow
 def test_a_killed_run_from_a_store_goes_on_bit_for_bit(recipe_path: Path, store: Path, tmp_path: Path) -> None:
-    from_store = f"data.states={store}"
-    accumulating = ["train.gradient_accumulation_steps=2"]  # an epoch ends within the fifth step
-    whole = to_train(tmp_path / "whole", CONVERSATIONS)
-    run_main(eagle3, recipe_path, *accumulating, from_store, f"output_dir={whole}")
-    parts = to_train(tmp_path / "parts", CONVERSATIONS)
-    run_main(eagle3, recipe_path, *accumulating, from_store, f"output_dir={parts}")
-    for each in sorted((parts / "checkpoints").iterdir())[1:]:
+    accumulating = "train.gradient_accumulation_steps=2"  # an epoch ends within the fifth step
+    outputs = [to_train(tmp_path / name, CONVERSATIONS) for name in ("whole", "parts")]
+    for output in outputs:
+        train(recipe_path, accumulating, f"data.states={store}", f"output_dir={output}")
+    for each in sorted((outputs[1] / "checkpoints").iterdir())[1:]:
         shutil.rmtree(each)
-    run_main(eagle3, recipe_path, *accumulating, from_store, f"output_dir={parts}")
-    assert metrics(parts) == metrics(whole)
+    train(recipe_path, accumulating, f"data.states={store}", f"output_dir={outputs[1]}")
+    assert metrics(outputs[1]) == metrics(outputs[0])
     with pytest.raises(UserError, match=r"data\.states: the checkpoint has \{.*this run has None"):
-        run_main(eagle3, recipe_path, *accumulating, f"output_dir={parts}")
+        train(recipe_path, accumulating, f"output_dir={outputs[1]}")
 
 
 @pytest.mark.slow
@@ -330,24 +333,22 @@ def test_an_epoch_reads_every_row_once_and_few_shards_at_a_time() -> None:
     chance = random.Random(0)
     lengths = [chance.randint(10, 400) for _ in range(4001)]
     shard_of = [chance.randrange(100) for _ in lengths]
-    order, same, other = (ShardOrder(lengths, 4, seed, shard_of, window_shards=4) for seed in (0, 0, 1))
-    epochs = [[order.rows(e * order.batches_per_epoch + n) for n in range(order.batches_per_epoch)] for e in range(2)]
-    for epoch in epochs:
-        assert sorted(row for batch in epoch for row in batch) == list(range(len(lengths)))
-        assert sorted(map(len, epoch))[:2] == [1, 4]  # one micro-batch is smaller
-        for start in range(0, len(epoch) - 32, 32):
-            shards = {shard_of[row] for batch in epoch[start : start + 32] for row in batch}
+
+    def epoch(number: int, seed: int = 0) -> list[list[int]]:
+        order = ShardOrder(lengths, 4, seed, shard_of, window_shards=4)
+        return [order.rows(number * order.batches_per_epoch + n) for n in range(order.batches_per_epoch)]
+
+    for found in (epoch(0), epoch(1)):
+        assert sorted(row for batch in found for row in batch) == list(range(len(lengths)))
+        assert sorted(map(len, found))[:2] == [1, 4]  # one micro-batch is smaller
+        for start in range(0, len(found) - 32, 32):
+            shards = {shard_of[row] for batch in found[start : start + 32] for row in batch}
             assert len(shards) <= 2 * 4  # of a hundred: a pool has fewer rows than a window
-        padded = sum(len(batch) * max(lengths[row] for row in batch) for batch in epoch)
+        padded = sum(len(batch) * max(lengths[row] for row in batch) for batch in found)
         assert sum(lengths) / padded > 0.9
-    assert epochs[0] != epochs[1]
-    assert [same.rows(n) for n in range(order.batches_per_epoch)] == epochs[0]
-    assert [other.rows(n) for n in range(order.batches_per_epoch)] != epochs[0]
-
-
-def test_a_store_of_few_shards_is_read_in_the_order_of_training_with_the_target() -> None:
-    lengths = [10 + 7 * i % 31 for i in range(101)]
-    plain, by_shards = BatchOrder(lengths, 4, 5), ShardOrder(lengths, 4, 5, [i % 8 for i in range(101)])
+    assert epoch(0) == epoch(0) and epoch(0) not in (epoch(1), epoch(0, seed=1))
+    # A store of few shards is read in the order of training with the target.
+    plain, by_shards = BatchOrder(lengths[:101], 4, 5), ShardOrder(lengths[:101], 4, 5, [i % 8 for i in range(101)])
     assert [plain.rows(n) for n in range(60)] == [by_shards.rows(n) for n in range(60)]
 
 
@@ -403,57 +404,23 @@ def test_a_store_for_something_else_is_refused_with_both_sides(recipe_path: Path
     said = refusals(recipe_path, from_store, "data.capture.dtype=fp8", "drafter.capture_layers=[1, 2, 3]")
     assert "dtype: 'float32' there, 'fp8' now" in said
     assert "capture_layers: [2, 3, 4] there, [1, 2, 3] now" in said
-    said = refusals(recipe_path, from_store, "target.quantization={bits: 8, fake: true}")
-    assert "target.quantization: None there, 'fake int8' now" in said
-
-    other = tmp_path / "other"
-    make_target(num_layers=8, final_logit_softcapping=1.0).save_pretrained(other)
+    other, output = tmp_path / "other", to_train(tmp_path / "run", CONVERSATIONS)
+    make_target(num_layers=8).save_pretrained(other)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{# other #}" + str(tokenizer.chat_template)
     tokenizer.save_pretrained(other)
-    lines = (recipe_path.parent / "run/conversations.jsonl").read_text().splitlines()
-    conversations = [json.loads(line) for line in lines]
+    conversations = [json.loads(line) for line in (output / "conversations.jsonl").read_text().splitlines()]
     conversations[4]["turns"][0]["output_token_ids"][0] ^= 1
-    output = to_train(tmp_path / "run", CONVERSATIONS)
     (output / "conversations.jsonl").write_text("\n".join(map(json.dumps, conversations)) + "\n")
     said = refusals(recipe_path, from_store, f"target.model={other}", f"output_dir={output}")
     assert "target.num_layers: 7 there, 8 now" in said
-    assert "target.final_logit_softcapping: None there, 1.0 now" in said
     assert "target.tokenizer_fingerprint: '" in said and "a fingerprint covers" in said
-    assert "rows: '40 rows, sha256 " not in said and "rows: the store has 40 rows, sha256 " in said
-    assert "asked for are 40 rows, sha256 " in said and "1 of these are not in it, the first is 'c4'" in said
-
-    with pytest.raises(UserError) as raised:
-        capture(recipe_path, from_store, "data.capture.dtype=fp8", f"output_dir={output}")
-    assert "dtype: 'float32' there, 'fp8' now" in str(raised.value)
-    assert "rows: '40 rows, sha256 " in str(raised.value)
-
-
-def test_another_target_of_the_same_shape_is_not_mixed_in(recipe_path: Path, copy: Path, tmp_path: Path) -> None:
-    shutil.copytree(recipe_path.parent / "target", tmp_path / "target")
-    make_target(seed=1).save_pretrained(tmp_path / "target")
-    (copy / "shard-00002.json").unlink()
-    with pytest.raises(UserError, match=r"captured with other settings \(target\.embedding_digest: '"):
-        capture(recipe_path, f"data.states={copy}", f"target.model={tmp_path / 'target'}")
-
-
-def test_fewer_rows_than_are_stored_can_be_trained_on(recipe_path: Path, store: Path, tmp_path: Path) -> None:
-    output = to_train(tmp_path / "run", CONVERSATIONS)
-    lines = (output / "conversations.jsonl").read_text().splitlines()
-    (output / "conversations.jsonl").write_text("\n".join(lines[:30]) + "\n")
-    run_main(eagle3, recipe_path, f"data.states={store}", f"output_dir={output}")
-    assert len(metrics(output)) == 6
-
-
-def test_the_plan_of_training_counts_no_target(
-    recipe_path: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    run_main(
-        eagle3, recipe_path, f"data.states={store}", f"output_dir={to_train(tmp_path / 'run', CONVERSATIONS)}", "--plan"
-    )
-    printed = capsys.readouterr().out
-    assert f"states [2, 3, 4] in float32 are read from {store}: " in printed and "the target does not run" in printed
-    assert "the target's weights  [its head and embeddings, exact]" in printed and "the target's pass" not in printed
+    assert "1 of these are not in it, the first is 'c4'" in said
+    with pytest.raises(UserError, match="rows: '40 rows, sha256 "):
+        capture(recipe_path, from_store, f"output_dir={output}")
+    # Fewer rows than are stored can be trained on.
+    (output / "conversations.jsonl").write_text("\n".join(map(json.dumps, conversations[5:35])) + "\n")
+    train(recipe_path, from_store, f"output_dir={output}", "train.max_steps=1")
 
 
 def test_no_store_or_an_unfinished_one_is_told(recipe_path: Path, copy: Path, tmp_path: Path) -> None:
