@@ -11,10 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.eval.decoding.policies import C2T, policy_of
 from draftsmith.models.c2t import C2tClassifier, C2tConfig, entropy, node_features, read_c2t_config
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TreeSection
 from tests import reference
 from tests.scripted_drafting import VOCAB, Table
 
@@ -53,20 +51,6 @@ def test_a_classifier_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert torch.equal(again.confidence(features), classifier.confidence(features))
     assert again.confidence(features).shape == (4, 5)
     assert not any(parameter.requires_grad for parameter in again.parameters())
-
-
-def test_a_tree_without_a_second_pruning_ends_somewhere(tmp_path: Path) -> None:
-    """A classifier that lets everything pass would ask for 15^10 nodes; limits of its own are kept."""
-    C2tClassifier(C2tConfig()).save(tmp_path / "c2t")
-    for own, nodes in (
-        ({}, None),
-        ({"beam": None}, 1024),
-        ({"beam": None, "draft_calls": 2, "top_k": 3}, 1 + 3 + 9),
-        ({"beam": None, "nodes": 5000}, 5000),
-    ):
-        c2t = {"classifier": str(tmp_path / "c2t"), "beam": own.pop("beam", 15)}
-        policy = policy_of(TreeSection.model_validate({"policy": "c2t", "c2t": c2t} | own))
-        assert isinstance(policy, C2T) and policy.nodes == nodes
 
 
 def change_config(directory: Path, **changes: Any) -> None:

@@ -21,13 +21,12 @@ from draftsmith.eval.decoding.contenders import (
 )
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.chat import load_config, tokenizer_fingerprint
-from draftsmith.models.checkpoint import read_drafter, save_drafter
 from draftsmith.models.vocab import DraftVocab, load_token_counts, save_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.train import c2t
-from tests.c2t_cases import content_of, recipe_of
 from tests.c2t_cases import place as place
+from tests.c2t_cases import recipe_of
 from tests.c2t_cases import script as script
 from tests.conftest import make_tokenizer
 
@@ -119,20 +118,3 @@ def test_a_causal_lm_is_known_by_its_weights_and_its_target(
         with pytest.raises(UserError, match=rf"another drafter .{told}.embedding_digest: "):
             load(tmp_path / "copy", tmp_path / "moved")
         weights.write_bytes(written)
-
-
-def test_classifier_and_drafter_keep_what_is_not_theirs(place: Path, tmp_path: Path) -> None:
-    lineup = Lineup(recipe_of(place).target)
-    drafter = read_drafter(place / "run/drafter", lineup.target.frozen_head)
-    writers: list[Callable[[], None]] = [
-        lambda: C2tClassifier(C2tConfig()).save(tmp_path / "c2t", {"metrics.jsonl": ""}),
-        lambda: save_drafter(tmp_path / "drafter", drafter, lineup.identity, "", {}),
-    ]
-    for name, write in zip(("c2t", "drafter"), writers, strict=True):
-        write()
-        own = set(content_of(tmp_path / name))
-        (tmp_path / name / "README.md").write_text("dear")
-        write()
-        assert set(content_of(tmp_path / name)) == own | {"README.md"}
-    C2tClassifier(C2tConfig()).save(tmp_path / "c2t")  # losses of another one do not stand beside it
-    assert set(content_of(tmp_path / "c2t")) == {"config.json", "model.safetensors", "README.md"}

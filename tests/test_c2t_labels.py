@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from draftsmith.data_gen.trees.labelled_trees import TENSORS, Trees
+from draftsmith.data_gen.trees.labelled_trees import Trees
 from draftsmith.data_gen.trees.labelling import Labelled, label
 from draftsmith.eval.decoding.decode import decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
@@ -20,7 +19,6 @@ from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_st
 from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import Draws
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import LabelSection
 from tests import reference
 from tests.c2t_cases import made_trees, same_trees
@@ -116,14 +114,6 @@ def test_rows_are_those_of_the_slow_twin_answer_by_answer(section: LabelSection)
     assert beyond > 0 or section.draft_calls == 1
 
 
-def test_trees_of_the_published_size_have_1010_rows() -> None:
-    section = LabelSection()
-    (labelled,) = label(Along(), [written_answer(random.Random(0), 12)], None, unasked_target(1000), section)
-    sizes = [len(said) for said in labelled.accepted]
-    assert sum(sizes) + labelled.dropped_beyond == 1010 * len(sizes)
-    assert 1010 in sizes
-
-
 class Broken(Table):
     """After some paths a distribution holds a NaN."""
 
@@ -175,20 +165,7 @@ def test_trees_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert same_trees(again.chosen(torch.arange(7)), trees)
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows"
-    with pytest.raises(UserError, match="no labelled trees here; run `draftsmith label-trees` first"):
-        Trees.read(path)
-    made_trees(4, 30).write(path)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match="not a file of labelled trees, or damaged"):
-        Trees.read(path)
-    for tensors in ({"accepted": torch.ones(3)}, {name: torch.ones(3) for name in TENSORS}):
-        save_file(tensors, path)
-        with pytest.raises(UserError, match="not a file of labelled trees, or damaged"):
-            Trees.read(path)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", a_few(["eagle", "poss", "poss over eagle3"], "poss over eagle3"))
 def test_every_kind_of_drafter_is_labelled_as_it_drafts(kind: str) -> None:
     """Rounds of replay, and P and H of the accepted nodes from distributions that are drafted along the path alone."""

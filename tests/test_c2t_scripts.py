@@ -16,10 +16,10 @@ from draftsmith.data_gen.trees import labelling
 from draftsmith.data_gen.trees.labelled_trees import Trees
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import Lineup, main_contender
-from draftsmith.models.c2t import C2tClassifier, C2tConfig, read_c2t_config
+from draftsmith.models.c2t import C2tConfig, read_c2t_config
 from draftsmith.recipes.errors import UserError
 from draftsmith.train import c2t
-from tests.c2t_cases import content_of, made_trees, recipe_of
+from tests.c2t_cases import content_of, recipe_of
 from tests.c2t_cases import place as place
 from tests.c2t_cases import script as script
 
@@ -93,54 +93,6 @@ def test_max_rows_ends_with_a_whole_answer(place: Path, script: Callable[..., st
         assert torch.equal(some.features, first.features) and torch.equal(some.accepted, first.accepted)
         assert len(labelled(f"labels.max_rows={len(some.accepted)}").accepted) == len(some.accepted)
         most = len(some.accepted) + 1
-
-
-def test_who_can_be_labelled(place: Path) -> None:
-    (place / "folder").mkdir()
-    for name, told in (("x", "no contender is called 'x'; there are .*'lookup'"), ("lookup", "prompt_lookup has no ")):
-        with pytest.raises(UserError, match=f"--contender: {told}"):
-            labelling.labelled_contender(recipe_of(place), name)
-    recipe = recipe_of(place, "labels.draft_calls=600", f"labels.out={place / 'folder'}")
-    with pytest.raises(UserError) as error:
-        labelling.labelled_contender(recipe, "x")
-    assert [problem.split(":")[0] for problem in error.value.problems] == [
-        *("--contender", "labels.draft_calls", "labels.out")
-    ]
-
-
-def test_a_drafter_is_not_replaced_by_a_classifier(place: Path, script: Callable[..., str], tmp_path: Path) -> None:
-    made_trees(30, 40).write(tmp_path / "rows")
-    with pytest.raises(UserError, match=r"classifier.out: .*not a C2T classifier's"):
-        script(c2t, f"classifier.rows={tmp_path / 'rows'}", f"classifier.out={place / 'run/drafter'}")
-
-
-def test_too_few_epochs_are_told(script: Callable[..., str], tmp_path: Path) -> None:
-    made_trees(30, 40).write(tmp_path / "rows")
-    here = f"classifier.rows={tmp_path / 'rows'}", f"classifier.out={tmp_path / 'c2t'}"
-    said = script(c2t, *here, "classifier.epochs=1", "classifier.batch_size=16", "classifier.negative_ratio=null")
-    assert "recall 0.0000" in said and "note: the validation loss still falls, or nothing passes yet" in said
-    said = script(c2t, *here, "classifier.epochs=1500", "classifier.learning_rate=0.1")
-    assert "recall 0.0000" not in said and "note: " not in said
-
-
-def test_a_classifier_s_mistakes_are_told_at_once_and_before_training(
-    script: Callable[..., str], tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    made_trees(30, 40).write(tmp_path / "rows")
-    C2tClassifier(C2tConfig(entropy_over=50)).save(tmp_path / "other")
-    for plan in ((), ("--plan",)):
-        with pytest.raises(UserError) as error:
-            init = f"classifier.init_from={tmp_path / 'nowhere'}"
-            script(c2t, "classifier.rows=/nowhere", init, f"classifier.out={tmp_path / 'file'}", *plan)
-        for problem, told in zip(
-            error.value.problems, ("no labelled trees here", "no C2T classifier here", "is a file; name"), strict=True
-        ):
-            assert told in problem
-        with pytest.raises(UserError, match=r"over 1000 tokens, but .*other was trained on entropies over 50"):
-            rows, init = f"classifier.rows={tmp_path / 'rows'}", f"classifier.init_from={tmp_path / 'other'}"
-            script(c2t, rows, init, f"classifier.out={tmp_path / 'new'}", *plan)
-    assert not (tmp_path / "new").exists()
 
 
 def test_a_drafter_of_nan_is_told_after_the_first_batch(

@@ -141,15 +141,3 @@ def test_a_tenth_of_the_trees_calibrates_a_classifier() -> None:
     # It begins where the other one ended: a tenth of the learning rate leaves it near.
     moved = [(a - b).abs().max() for a, b in zip(start.parameters(), found.parameters(), strict=True)]
     assert 0 < max(moved) < 0.1
-
-
-def test_parts_without_an_accepted_node_are_refused() -> None:
-    rare = made_trees(30, 20, law=lambda P, H, d: torch.zeros_like(P, dtype=torch.bool))
-    rare.accepted[0] = True
-    with pytest.raises(UserError, match=r"trees to (train|validate) on none were accepted"):
-        train_classifier(ClassifierSection(), rare, None)
-
-
-def test_training_that_diverges_says_so() -> None:
-    with pytest.raises(UserError, match=r"loss is not finite after epoch \d+; lower classifier.learning_rate"):
-        train_classifier(ClassifierSection(learning_rate=1e38, epochs=30), made_trees(40, 50), None)

@@ -71,51 +71,26 @@ def test_compare_measures_everyone_on_the_same_prompts(place: Path, capsys: pyte
         str(place / "recipe.yaml"),
         f"eval.out={place / 'out'}",
         also(proposer="causal_lm", draft_model={"model": str(place / "small")}, tree={"policy": "chain", "nodes": 4}),
-        "--compare",
-        "eval.tree={policy: chain, nodes: 4}",
-        "svip: eval.tree={policy: svip, draft_calls: 6}",
-        "cut: eval.tree.vocab_size=16",
-        str(place / "other.yaml"),
-        "eval.tree.nodes=4",
-        "eval.tree.nodes=6",
+        *("--compare", "svip: eval.tree={policy: svip, draft_calls: 6}", "cut: eval.tree.vocab_size=16"),
+        *(str(place / "other.yaml"), "eval.tree.nodes=4"),
     ]
     run_main(acceptance, *arguments, "--plan")
-    planned = capsys.readouterr().out
-    assert "note: " in planned and "note" not in planned.partition("\n")[2]
-    assert not (place / "out").exists()
-    for said in (
-        "svip: svip, at most 7 nodes, at most 6 draft calls",
-        "cut: eagle2, at most 12 nodes, at most 3 draft calls",
-    ):
-        assert said in planned
-    assert "from 16 tokens" in planned and "not counted: " in planned and "answers        63," in planned
+    assert "svip: svip, at most 7 nodes" in capsys.readouterr().out and not (place / "out").exists()
     run_main(acceptance, *arguments)
     content = report_files.read_acceptance(place / "out/acceptance.json")
     rows = content["contenders"]
-    assert len(rows) == 9 and list(rows)[:2] == [PLAIN, content["contender"]]
+    assert len(rows) == 7 and list(rows)[:2] == [PLAIN, content["contender"]]
     assert all(row["matches_target"] for row in rows.values())
     assert all(row["new_tokens"] == rows[PLAIN]["new_tokens"] for row in rows.values())
     assert rows["cut"]["tree"]["vocab_size"] == 16 and rows["svip"]["tree"]["svip"] == {"c": 0.15, "h": 0.3}
     assert rows["x"]["proposer"] == "causal_lm" and rows["x"]["drafter"] == str(place / "small")
     assert rows[PLAIN]["tree"] is None and rows[PLAIN]["wasted_nodes_per_round"] == 0
-    assert rows["eagle3, tree of 4"]["tree"] == {
-        **{"policy": "eagle2", "vocab_size": None, "nodes": 4, "draft_calls": 3, "top_k": 4}
-    }
-    assert content["target_identity"]["tokenizer_fingerprint"] and content["mode"] == "decode"
     log = [json.loads(line) for line in (place / "out/generations.jsonl").read_text().splitlines()]
-    by_turn: dict[tuple[str, int], set[tuple[int, ...]]] = {}
-    for record in log:
-        by_turn.setdefault((record["conversation_id"], record["turn"]), set()).add(tuple(record["token_ids"]))
-    assert len(by_turn) == 7 and all(len(answers) == 1 for answers in by_turn.values())
-    main = rows[content["contender"]]
     for name, row in rows.items():
         mine = [record for record in log if record["contender"] == name]
         drafted = sum(sum(r["tree_nodes"]) - len(r["tree_nodes"]) - sum(r["accepted_per_round"]) for r in mine)
         assert row["wasted_nodes_per_round"] == pytest.approx(drafted / row["rounds"], abs=1e-4)
-        assert row["tau_ratio"] == pytest.approx(row["tau"] / main["tau"], abs=1e-3)
-    page = (place / "out/report.html").read_text()
-    assert "how the others compare with" in page
-    assert "In grey: the others, in the comparison alone." in page  # eight contenders, more than have colours
+        assert row["tau_ratio"] == pytest.approx(row["tau"] / rows[content["contender"]]["tau"], abs=1e-3)
 
 
 @pytest.mark.slow

@@ -115,13 +115,7 @@ def test_the_speed_up_is_the_formula_s(seed: int) -> None:
     )
 
 
-def test_an_answer_of_one_token_costs_nothing() -> None:
-    alone = Generation([1, 2], [4], [], last_round_cut=False)
-    costs = replace(made_up_costs(CHAIN), prompt=1.0)
-    assert [predicted(costs, tree, [alone])[0].decode_seconds for tree in (CHAIN, None)] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("kinds", [[0], [4], [2], [1, 4], [0, 3, 4], [2, 5], [8], [8, 9], list(range(10))], ids=str)
+@pytest.mark.parametrize("kinds", [[2], [1, 4], [0, 3, 4], [2, 5], [8, 9], list(range(10))], ids=str)
 def test_probes_cover_every_round_that_candidates_may_lead_to(kinds: list[int]) -> None:
     trees = [tree_of(**KINDS[kind]) for kind in kinds]
     probes = list(probe_trees(trees).values())
@@ -144,6 +138,7 @@ def test_probes_cover_every_round_that_candidates_may_lead_to(kinds: list[int]) 
     assert len(probes) == len({probe.model_dump_json() for probe in probes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", a_few([{"policy": "chain", "nodes": 5}, *KINDS[1:7], *KINDS[8:10]], KINDS[3], KINDS[8]), ids=str
 )
@@ -162,22 +157,6 @@ def test_probes_never_stop_early(kind: dict[str, Any], doubter: Path) -> None:
         assert [r.number for r in rounds] == list(range(ROUNDS))
         assert {r.calls for r in rounds} == {probe.calls}
         assert {r.nodes for r in rounds} == {probe.most}
-
-
-def test_costs_are_those_of_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-    verify = TargetSession.verify
-
-    def watched(self: TargetSession, tree: DraftTree) -> Any:
-        seen.append(torch.is_inference_mode_enabled())
-        return verify(self, tree)
-
-    monkeypatch.setattr(TargetSession, "verify", watched)
-    target, drafter = pair_of("llama", None)
-    for proposer in (None, proposer_of(target, drafter, CHAIN)):
-        list(timed_rounds(target, proposer, [PROMPTS[0]]))
-    assert seen == [True] * 2 * ROUNDS
-    assert not torch.is_inference_mode_enabled()
 
 
 class SlowProposer:
@@ -223,8 +202,7 @@ class QuickProposer(SlowProposer):
         return DraftTree.chains([[root, 0] for root in self.roots], torch.device("cpu")), [1] * self.rows
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("rows", "sampling"), [(1, GREEDY), (2, Sampling(1.0))], ids=["greedy", "sampled"])
 def test_each_second_is_charged_where_it_passes(rows: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, target = Clock(), Target(make_target())
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
@@ -285,11 +263,10 @@ def test_what_was_measured_here_is_not_measured_again(tmp_path: Path, monkeypatc
         nodes = 1 if proposer is None else 2
         return [TimedRound(i, nodes, nodes - 1, 0.1 / next(pace), 1.0, 0.1) for i in range(ROUNDS)]
 
-    def measured(known: dict[str, Parts], *nodes: int, deadline: float = float("inf")) -> Costs:
+    def measured(known: dict[str, Parts], *nodes: int, **settings: Any) -> Costs:
         timed.clear()
         trees = [tree_of(policy="chain", nodes=n) for n in nodes]
-        settings: dict[str, Any] = {"known": known, "deadline": deadline}
-        return measure_costs(target, lambda tree: QuickProposer(clock), trees, [[11, 12, 13]], 3, **settings)
+        return measure_costs(target, lambda _: QuickProposer(clock), trees, [[11, 12, 13]], 3, known=known, **settings)
 
     monkeypatch.setattr(measuring, "timed_rounds", rounds)
     path, known = tmp_path / "costs.json", dict[str, Parts]()
@@ -300,14 +277,11 @@ def test_what_was_measured_here_is_not_measured_again(tmp_path: Path, monkeypatc
     assert measured(again, 2) == costs and not timed  # to the last digit
     measured(again, 2, 9, deadline=0.0)  # chains of 1, 2 and 8 tokens; the first is known
     assert timed == ["probe"] * 2 and len(again) == 4  # one pass, however little time there is
-    assert not read_known(path, "b") and not read_known(tmp_path / "none.json", "a")
-    for key in map(str, range(measuring.KEPT - 1)):
+    for key in map(str, range(measuring.KEPT)):
         keep_known(path, key, again)
-    assert read_known(path, "a") == known and read_known(path, "0") == again
-    keep_known(path, "b", known)  # the oldest goes
-    assert not read_known(path, "a") and read_known(path, "0") and read_known(path, "b")
+    assert read_known(path, "0") == again and not read_known(path, "a")  # the oldest goes
     path.write_text(path.read_text()[:-9])
-    assert not read_known(path, "b")
+    assert not read_known(path, "0")
 
 
 def test_contexts_are_of_the_length_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,7 @@ def make_pair(trained: int | None, drafted: int) -> tuple[Target, FeatureDrafter
     return target, untaught("eagle3", target, vocab), cut_vocab(vocab, counts, drafted, [STOP])
 
 
-@pytest.mark.parametrize("trained", [None, 90])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("trained", "rows"), [(None, 1), (90, 3)])
 def test_a_cut_drafts_from_the_cut_logits_renormalised(trained: int | None, rows: int) -> None:
     """Over a whole round: the root's children, two of them expanded, and one child of each."""
     target, drafter, part = make_pair(trained, 40)

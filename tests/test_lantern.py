@@ -162,6 +162,7 @@ def test_the_law_of_first_tokens_stays_within_delta(proposer: str, delta: float)
     assert variation(3) <= 2 * delta + 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("proposer", "sampling", "budget"),
     pairwise(PROPOSERS, [GREEDY, Sampling(1.0)], [("delta", 0.0), ("lambda", 1.0)]),

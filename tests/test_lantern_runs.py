@@ -21,7 +21,7 @@ from draftsmith.models.image_tokens import ImageTokens
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loader import dump_recipe, load_recipe
+from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
 from tests.compare_cases import place as text_place
 from tests.image_cases import CODES, VOCABULARY, make_image_target
@@ -140,26 +140,6 @@ def test_impossible_sources_of_neighbours_are_named(place: Path, text_place: Pat
         assert re.search(said, refused(recipe, rule % path))
     save_file({"codebook": torch.full((3, 2), torch.nan), "token_ids": torch.arange(3)}, path)
     assert "no finite floating-point numbers" in refused(recipe, rule % path)
-
-
-def test_impossible_bounds_are_named(place: Path) -> None:
-    for rule, said in (
-        ("{rule: lantern, delta: 1.5}", "`eval.acceptance.delta`"),
-        ("{rule: lantern++, lambda: 0.5}", "`eval.acceptance.lambda`"),
-        ("{rule: lantern, lambda: 2}", "lambda is for lantern++"),
-        ("{rule: lantern, lamda: 2}", "did you mean `eval.acceptance.lambda`"),
-    ):
-        with pytest.raises(UserError) as error:
-            load_recipe(str(place / "recipe.yaml"), [f"eval.acceptance={rule}"])
-        assert said in str(error.value)
-    with pytest.raises(UserError, match="policy auto predicts what exact acceptance takes"):
-        load_recipe(str(place / "recipe.yaml"), ["eval.acceptance={rule: lantern}", "eval.tree={policy: auto}"])
-
-
-def test_a_resolved_recipe_names_lambda(place: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(str(place / "recipe.yaml"))
-    (tmp_path / "again.yaml").write_text(dump_recipe(recipe))
-    assert load_recipe(str(tmp_path / "again.yaml")) == recipe
 
 
 def test_a_text_target_is_warned_of(text_place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,47 +2,37 @@
 
 import itertools
 import json
-import re
-import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, contenders_of, main_contender, named
+from draftsmith.eval import plan as plan_script
+from draftsmith.eval.decoding.contenders import Contender, Lineup, main_contender, named
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.measured.evaluation import evaluate_by_decoding
-from draftsmith.eval.plan import main as plan_main
 from draftsmith.eval.planner import command as planner_command
 from draftsmith.eval.planner import cost_model, measuring
 from draftsmith.eval.planner import search as planner
 from draftsmith.eval.planner.command import print_choice, recipe_keys
 from draftsmith.eval.planner.cost_model import Costs, Curve, family
 from draftsmith.eval.planner.measuring import SETTLING
-from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, candidates_of, planner_answers, ranked
+from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, candidates_of, ranked
 from draftsmith.eval.recorded.answers import RecordedAnswer, Recording
 from draftsmith.eval.recorded.replay import replay_all
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.draft_tree import Proposer
-from draftsmith.models.sampling import GREEDY, Sampling
+from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import TargetSection, TreeSection
-from draftsmith.train.run.inputs import read_rows
 from tests.pairs import PROMPTS, greedy, pair_of
 from tests.planner_cases import KINDS, proposer_of, tree_of
 from tests.planner_cases import doubter as doubter
 from tests.report_cases import make_recipe
-
-ROOT = Path(__file__).parents[1]
-
+from tests.training_runs import run_main
 
 BUDGET = 40
 
@@ -75,36 +65,13 @@ def linear_costs(trees: Sequence[TreeSection], node: float, call: float) -> Cost
 
 @pytest.fixture(scope="module")
 def replayed() -> tuple[list[Contender], dict[str, list[Generation]], list[RecordedAnswer]]:
-    """Chains and trees in several sizes, and their rounds along the answers of a pair that knows them by heart."""
+    """Chains and trees, and their rounds along the answers of a pair that knows them by heart."""
     target, drafter = pair_of("llama", None)
-    trees = [tree_of(policy="chain", nodes=n) for n in (2, 3, 5, 9)]
-    trees += [
-        tree_of(policy="eagle2", nodes=n, draft_calls=d, top_k=4)
-        for n, d in itertools.product((8, 16, 32), (2, 4, 7))
-        if n <= 5 + (d - 1) * 16
-    ]
+    trees = [tree_of(policy="chain", nodes=3), tree_of(policy="eagle2", nodes=16, draft_calls=4, top_k=4)]
     contenders = named([Contender("", "drafter", tree, "test", "eagle3") for tree in trees])
     answers = recorded(target)
     proposers: dict[str, Proposer] = {c.name: proposer_of(target, drafter, c.tree) for c in contenders}
     return contenders, replay_all(target, proposers, answers, 4), answers
-
-
-def best(replayed: Any, node: float, call: float) -> planner.Row:
-    contenders, rounds, answers = replayed
-    costs = linear_costs([c.tree for c in contenders], node, call)
-    return ranked(costs, contenders, rounds, answers, 100, 0)[0]
-
-
-def test_dear_verification_makes_small_trees_and_cheap_drafting_deep_ones(replayed: Any) -> None:
-    free, dear = best(replayed, node=0.0, call=0.05), best(replayed, node=0.15, call=0.05)
-    assert dear.tree.most < free.tree.most
-    assert dear.speedup < free.speedup
-    cheap, costly = best(replayed, node=0.01, call=0.01), best(replayed, node=0.01, call=0.6)
-    assert costly.tree.calls < cheap.tree.calls
-    contenders, rounds, _ = replayed
-    # With costs of rounds alone, whoever takes the fewest rounds is the fastest.
-    fewest = min(sum(g.rounds for g in rounds[c.name]) for c in contenders)
-    assert sum(g.rounds for g in best(replayed, node=0.0, call=0.0).rounds) == fewest
 
 
 def plan_of(replayed: Any, node: float, call: float) -> Plan:
@@ -125,17 +92,6 @@ def test_plain_decoding_wins_where_nothing_beats_it(replayed: Any, capsys: pytes
     said = capsys.readouterr().out
     assert said.startswith("Fastest: ")
     assert tree_of(**yaml.safe_load(said.partition("In the recipe:")[2])["eval"]["tree"]) == fine.rows[0].tree
-
-
-def test_rows_are_sorted_and_their_numbers_are_the_rounds_own(replayed: Any) -> None:
-    plan = plan_of(replayed, node=0.05, call=0.1)
-    assert [row.speedup for row in plan.rows] == sorted((row.speedup for row in plan.rows), reverse=True)
-    for row in plan.rows:
-        rounds = sum(g.rounds for g in row.rounds)
-        tau = sum(len(g.token_ids) - 1 for g in row.rounds) / rounds
-        nodes, calls = (sum(sum(getattr(g, key)) for g in row.rounds) / rounds for key in ("tree_nodes", "draft_calls"))
-        assert row.numbers["tau"] == pytest.approx(tau, abs=1e-4)
-        assert row.speedup == pytest.approx(tau / (1 + 0.05 * (nodes - 1) + 0.1 * calls), abs=1e-3)
 
 
 # Candidates and recipes.
@@ -162,16 +118,6 @@ def test_candidates_share_the_vocabulary_of_auto(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, tree={"policy": "auto", "vocab_size": 40}, planner={"candidates": named_one})
     assert [tree.vocab_size for tree in candidates_of(recipe)] == [40, 9]
     assert {tree.vocab_size for tree in candidates_of(make_recipe(tmp_path))} == {None}
-
-
-def test_candidates_that_cannot_be_are_named_together(tmp_path: Path) -> None:
-    given = [{"policy": "chain"}, {"policy": "auto"}, {"policy": "chain"}, {"policy": "chain", "draw": "sampled"}]
-    with pytest.raises(UserError) as caught:
-        candidates_of(make_recipe(tmp_path, planner={"candidates": given}))
-    wanted = ["candidates.1: auto is what", "candidates.2: is given twice", "candidates.3: which tokens were drawn"]
-    assert len(caught.value.problems) == 3
-    for problem, words in zip(caught.value.problems, wanted, strict=True):
-        assert re.search(words, problem)
 
 
 # Recorded answers, and the script.
@@ -224,58 +170,28 @@ def recipe_path(run_dir: Path, target_dir: Path, tmp_path: Path) -> Path:
     return path
 
 
-def plan_script(*arguments: str | Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "eval/plan.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.slow
-def test_a_plan_from_recorded_answers_to_measured_ones(recipe_path: Path, tmp_path: Path) -> None:
-    done = plan_script(recipe_path, "--plan")
-    assert done.returncode == 0, done.stderr
-    assert "4 answers" in done.stdout and "3: " in done.stdout
-    assert not (tmp_path / "out").exists()
-
-    done = plan_script(recipe_path, "--measure", "2")
-    assert done.returncode == 0, done.stderr
-    assert "measured" in done.stdout and "The best 3 of 3 candidates" in done.stdout
+def test_a_plan_from_recorded_answers_to_measured_ones(
+    recipe_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_main(plan_script, recipe_path, "--plan")
+    assert "4 answers" in capsys.readouterr().out and not (tmp_path / "out").exists()
+    run_main(plan_script, recipe_path, "--measure", "2")
+    said = capsys.readouterr().out
     plan = json.loads((tmp_path / "out/plan.json").read_text())
-    assert plan["answers"]["answers"] == 4
-    assert plan["answers"]["agreement"].startswith("0 of ")
-    rows = plan["candidates"]
-    assert len(rows) == 3
+    assert plan["answers"]["answers"] == 4 and plan["answers"]["agreement"].startswith("0 of ")
+    rows, costs = plan["candidates"], plan["costs"]
     assert [row["speedup"] for row in rows] == sorted((row["speedup"] for row in rows), reverse=True)
     assert [("measured" in row) for row in rows] == [True, True, False]
     assert all(row["measured"]["matches_target"] for row in rows[:2])
     first = rows[0]
     assert plan["chosen"] == ({"name": first["name"], "tree": first["tree"]} if first["speedup"] > 1 else None)
-    costs = plan["costs"]
     assert set(costs["draft_by_calls"]) == {"chain", "eagle2, top_k 4", "svip"}
     assert [calls for calls, _ in costs["draft_by_calls"]["svip"]] == [1, 2, 4]
     assert [nodes for nodes, _ in costs["verify_by_nodes"]["tree"]][-1] == 8
-    milliseconds = [
-        each for curves in ("draft_by_calls", "verify_by_nodes") for c in costs[curves].values() for each in c
-    ]
-    assert all(each > 0 for _, each in milliseconds)
-    said = yaml.safe_load(done.stdout.partition("In the recipe:")[2].partition("written:")[0])
-    again = load_recipe(recipe_path, [f"eval.tree={yaml.safe_dump(said['eval']['tree'], default_flow_style=True)}"])
-    assert recipe_keys(again.eval.tree) == first["tree"]
-
-
-@pytest.mark.slow
-def test_c2t_is_planned_like_any_other(recipe_path: Path, doubter: Path) -> None:
-    recipe = load_recipe(
-        recipe_path,
-        [f"eval.planner.candidates=[{{policy: c2t, draft_calls: 6, c2t: {{classifier: {doubter}, beta: 0.3}}}}]"],
-    )
-    prepared = planner.prepared(recipe, main_contender(recipe), candidates_of(recipe))
-    plan = planner.make_plan(Lineup(recipe.target), recipe, *prepared)
-    (row,) = plan.rows
-    assert row.speedup > 0
-    seen = max(nodes for generation in row.rounds for nodes in generation.tree_nodes)
-    assert 1 < seen < row.tree.most  # the classifier stopped it
-    assert [calls for calls, _ in plan.costs.draft[family(row.tree)].points] == [1, 2, 6]
-    assert plan.costs.verify["tree"].points[-1][0] == seen
+    written = yaml.safe_load(said.partition("In the recipe:")[2].partition("written:")[0])
+    tree = yaml.safe_dump(written["eval"]["tree"], default_flow_style=True)
+    assert recipe_keys(load_recipe(recipe_path, [f"eval.tree={tree}"]).eval.tree) == first["tree"]
 
 
 def test_auto_chooses_for_small_models_too(recipe_path: Path, target_dir: Path) -> None:
@@ -332,6 +248,7 @@ def test_what_was_measured_serves_again(
     assert [(row.name, row.numbers) for row in again.rows] == [(row.name, row.numbers) for row in one.rows]
 
 
+@pytest.mark.slow
 def test_dropping_the_slow_costs_no_speed(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice is within 2 % of the best of all candidates along all answers, whatever nodes and calls cost."""
     monkeypatch.setattr(planner, "LOOK", 4)
@@ -359,77 +276,3 @@ def test_dropping_the_slow_costs_no_speed(recipe_path: Path, monkeypatch: pytest
         assert len(plan.answers) == 16 and chosen.speedup >= 0.98 * everyone[0].speedup
         dropped += sum(len(row.rounds) < 16 for row in plan.rows)
     assert dropped > 12
-
-
-def test_an_evaluation_s_plan_says_what_auto_lacks(recipe_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = "eval.prompts=recipes/demo_prompts/stdlib-heldout.jsonl.gz"
-    settings = ["eval.tree={policy: auto}", prompts, "data.conversations=nowhere.jsonl"]
-    recipe = load_recipe(recipe_path, settings)
-    evaluate_by_decoding(recipe, contenders_of(recipe), plan=True)
-    wanted = "CANNOT WORK yet: policy auto: eval.planner.answers: not given, and there are no conversations in"
-    assert wanted in capsys.readouterr().out
-
-
-def test_answers_drawn_with_other_settings_are_noted(recipe_path: Path) -> None:
-    _, answers = planner_answers(load_recipe(recipe_path), [])
-    assert planner.sampling_note(load_recipe(recipe_path), answers) is None
-    warm = load_recipe(recipe_path, ["eval.temperature=0.7"])
-    assert "drawn with other settings (greedy)" in str(planner.sampling_note(warm, answers))
-    drawn = [replace(answer, sampling=Sampling(0.7)) for answer in answers]
-    assert planner.sampling_note(warm, drawn) is None
-    assert "(temperature 0.7)" in str(planner.sampling_note(load_recipe(recipe_path), drawn))
-    assert planner.sampling_note(warm, [replace(answer, sampling=None) for answer in answers]) is None
-
-
-def test_held_out_conversations_are_those_that_training_keeps_for_validation(recipe_path: Path) -> None:
-    recipe = load_recipe(recipe_path, ["train.validation_conversations=4"])
-    _recording, answers = planner_answers(recipe, [])
-    tokenizer = load_tokenizer(recipe.target)
-    training, validation = read_rows(recipe, tokenizer, Rejects())
-    assert len(validation) == len(answers) == 4
-    assert {answer.conversation_id for answer in answers} == {row.id for row in validation}
-    assert {answer.conversation_id for answer in answers}.isdisjoint(row.id for row in training)
-
-
-@pytest.mark.parametrize(
-    ("output", "generator", "words"),
-    [
-        (None, {"tokenizer_fingerprint": "0" * 64}, "recorded from another target: tokenizer_fingerprint"),
-        ([4], {}, "every answer is a single token"),
-    ],
-)
-def test_answers_that_cannot_serve_are_refused_before_anything_is_loaded(
-    output: list[int] | None, generator: dict[str, str], words: str, recipe_path: Path, run_dir: Path, tmp_path: Path
-) -> None:
-    """What else is wrong with recorded answers: tests/test_recorded_answers.py."""
-    lines = [json.loads(line) for line in (run_dir / "conversations.jsonl").read_text().splitlines()]
-    for line in lines:
-        line["turns"][0]["output_token_ids"] = output or line["turns"][0]["output_token_ids"]
-        line["generator"] |= generator
-    path = tmp_path / "changed.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(UserError, match=f"eval.planner.answers: .*{words}"):
-        planner_answers(load_recipe(recipe_path, [f"eval.planner.answers={path}"]), [])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["eval.planner.answers=nowhere.jsonl"], "nowhere.jsonl"),
-        (["data.conversations=nowhere.jsonl"], "eval.planner.answers: not given, and there are no conversations in"),
-        (["eval.planner.candidates=[{nodes: 600}]"], "600 nodes"),
-        (["--measure", "-1"], "--measure -1: .* or 0 for none"),
-        (["eval.planner.context=5000"], "eval.planner.context: 5,000 tokens, but the target has 512 positions.* to"),
-        (["--measure", "1", "eval.prompts=null"], "--measure decodes eval.prompts, which is not given"),
-        (["eval.drafter=nowhere"], "^(?!.*candidates).*no drafter here"),  # blamed on the drafter alone
-        (["eval.temperature=1", "eval.acceptance={rule: lantern, delta: 0.4, k: 10}"], "predicts what exact"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_mistakes_end_in_a_sentence(
-    arguments: list[str], words: str, recipe_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["eval/plan.py", str(recipe_path), *arguments])
-    monkeypatch.setattr("draftsmith.eval.planner.command.Lineup", lambda section: pytest.fail("weights were loaded"))
-    with pytest.raises(UserError, match=words):
-        plan_main()

@@ -99,7 +99,7 @@ STOPPING = ("svip", "ddd", "svip_tree", "c2t")
 @pytest.mark.parametrize("name", CASES)
 def test_every_policy_grows_the_tree_of_its_slow_twin(name: str) -> None:
     rows, different_calls, different_sizes = 4, 0, 0
-    for seed in range(40):
+    for seed in range(25):
         policy, twin = CASES[name](random.Random(f"{name} {seed}"))
         tables = [Table(seed * rows + row) for row in range(rows)]
         drafting = Scripted(tables)
@@ -131,28 +131,20 @@ class Odd(Table):
         self.kinds = kinds
 
     def row(self, path: Nodes) -> torch.Tensor:
-        if path in self.known:
-            return self.known[path]
-        chance = random.Random(f"odd {self.seed} {path}")
-        kind = chance.choice(self.kinds)
-        row = super().row(path).clone()
-        somewhere = chance.randrange(self.vocab_size)
-        if kind == "nan":
-            row[:] = math.nan
-        elif kind == "one nan":
-            row[somewhere] = math.nan
-        elif kind == "many nans":
-            row[: (self.vocab_size + 1) // 2] = math.nan
-        elif kind == "zeros":
-            row[: (self.vocab_size + 1) // 2] = -math.inf
-        elif kind == "nothing":
-            row[:] = -math.inf
-        elif kind == "uniform":
-            row[:] = -math.log(self.vocab_size)
-        elif kind == "certain":
-            row[:], row[somewhere] = -math.inf, 0.0
-        self.known[path] = row
-        return row
+        if path not in self.known:
+            chance = random.Random(f"odd {self.seed} {path}")
+            kind, row, half = chance.choice(self.kinds), super().row(path).clone(), (self.vocab_size + 1) // 2
+            somewhere = chance.randrange(self.vocab_size)
+            everywhere = {"nan": math.nan, "nothing": -math.inf, "uniform": -math.log(self.vocab_size)}
+            row[:] = torch.full_like(row, everywhere[kind]) if kind in everywhere else row
+            if kind == "one nan":
+                row[somewhere] = math.nan
+            elif kind in ("many nans", "zeros"):
+                row[:half] = math.nan if kind == "many nans" else -math.inf
+            elif kind == "certain":
+                row[:], row[somewhere] = -math.inf, 0.0
+            self.known[path] = row
+        return self.known[path]
 
 
 # All kinds mixed; NaN alone; no possible token; ties everywhere; certain tokens; zeros.
@@ -162,7 +154,7 @@ ODD = (Odd.KINDS, ("nan",), ("nothing",), ("uniform",), ("certain",), ("zeros",)
 @pytest.mark.parametrize("vocab_size", [1, VOCAB])
 @pytest.mark.parametrize("name", [*CASES, "drawn", "drawn svip", "drawn static"])
 def test_whatever_the_drafter_gives_trees_are_connected_and_those_of_each_row_alone(name: str, vocab_size: int) -> None:
-    for seed in range(24):
+    for seed in range(12):
         chance, kinds = random.Random(f"{name} {seed}"), ODD[seed % len(ODD)]
         if name == "drawn static":
             policy: TreePolicy = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)), Sampling(0.8, top_p=0.9))
@@ -196,7 +188,7 @@ def test_whatever_the_drafter_gives_trees_are_connected_and_those_of_each_row_al
 
 @pytest.mark.parametrize("vocab_size", [1, 2, VOCAB])
 def test_c2t_stays_connected_where_children_tie(vocab_size: int) -> None:
-    for seed in range(36):
+    for seed in range(18):
         policy, kinds = c2t_case(random.Random(seed))[0], ODD[seed % len(ODD)]
         for tables in ([Odd(seed * 4 + row, vocab_size, kinds) for row in range(rows)] for rows in (1, 3)):
             tree, calls = policy.grow(Scripted(tables), roots(len(tables)))
@@ -204,8 +196,8 @@ def test_c2t_stays_connected_where_children_tie(vocab_size: int) -> None:
                 assert len(paths_of(tree, row)[-1]) in (made - 1, made)  # the last call's children were kept, or none
 
 
-@pytest.mark.parametrize("size", [LARGE - 1, LARGE, LARGE + 1, 4 * LARGE + 100])
-@pytest.mark.parametrize("count", [1, 31, 500])
+@pytest.mark.parametrize("size", [LARGE - 1, LARGE, 2 * LARGE + 100])
+@pytest.mark.parametrize("count", [1, 31])
 def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, count: int) -> None:
     generator = torch.Generator().manual_seed(size + count)
     log_probs = torch.randn(2, 3, size, generator=generator)
@@ -247,16 +239,6 @@ def test_a_token_of_probability_nan_ranks_behind_all_others() -> None:
     assert paths_of(tree, 0)[1:] == [(token,) for token in others[:2]]
 
 
-def test_log_probabilities_that_round_above_zero_do_not_lift_a_child_above_its_parent() -> None:
-    class Rounded(Table):
-        def row(self, path: Nodes) -> torch.Tensor:
-            return super().row(path) + 0.5
-
-    for seed in range(20):
-        tree, _ = Eagle2(6, 4, 3).grow(Scripted([Rounded(seed)]), roots(1))
-        paths_of(tree, 0)
-
-
 def test_svip_stops_above_six_tenths_of_a_nat_and_keeps_the_uncertain_token() -> None:
     """c = 0.15, h = 0.3: the boundary lies at 0.6 nats, which two tokens have at p = 0.71239; at most 40 tokens."""
 
@@ -272,17 +254,6 @@ def test_svip_stops_above_six_tenths_of_a_nat_and_keeps_the_uncertain_token() ->
     assert tree.nodes == 5
     assert Chain(40, Svip()).grow(Scripted([Table(0, sharpness=(0.1,))]), roots(1))[1] == [1]
     assert Chain(40, Svip()).grow(Scripted([Table(0, sharpness=(1e5,))]), roots(1))[1] == [40]
-
-
-def test_c2t_s_nodes_do_not_change_places_beside_larger_trees() -> None:
-    """Its order of confidence is not that of probability, in which a tree of few nodes is kept."""
-    policy = C2T(linear_classifier(3.0, 1.0, 0.0, -1.2), 0.5, None, 4, 4, nodes=7)
-    for seed in range(0, 80, 4):
-        tables = [Table(seed + row) for row in range(4)]
-        together, _ = policy.grow(Scripted(tables), roots(4), None)
-        for row, table in enumerate(tables):
-            alone, _ = policy.grow(Scripted([table]), roots(4)[row : row + 1], None)
-            assert torch.equal(alone.tokens[0], together.tokens[row, : alone.nodes])
 
 
 def test_c2t_verifies_what_it_kept_even_of_probability_zero() -> None:
@@ -310,14 +281,6 @@ def test_c2t_verifies_what_it_kept_even_of_probability_zero() -> None:
 def test_a_static_tree_refuses_paths_that_are_no_tree(paths: tuple[Nodes, ...]) -> None:
     with pytest.raises(ValueError, match="paths"):
         StaticTree(paths).grow(Scripted([Table(0)]), roots(1))
-
-
-def test_a_static_tree_makes_its_indices_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, drafting = StaticTree(((0,), (1,), (0, 0))), Scripted([Table(0)])
-    first, _ = policy.grow(drafting, roots(1))
-    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("a tensor was made from a list"))
-    again, _ = policy.grow(drafting, roots(1))
-    assert torch.equal(first.tokens, again.tokens)
 
 
 # Waiting for the device.

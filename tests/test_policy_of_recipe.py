@@ -40,14 +40,7 @@ def test_chains_are_drawn_only_where_the_recipe_says_so() -> None:
 
 def test_c2t_of_a_recipe(tmp_path: Path) -> None:
     linear_classifier(1, 2, 3, 4, entropy_over=70).save(tmp_path)
-    section = C2tSection(classifier=str(tmp_path), beta=0.4)
-    policy = policy_of(TreeSection(policy="c2t", c2t=section))
+    policy = policy_of(TreeSection(policy="c2t", c2t=C2tSection(classifier=str(tmp_path), beta=0.4)))
     assert isinstance(policy, C2T)
-    assert (policy.beta, policy.beam, policy.top_k) == (0.4, 15, 15)
-    assert (policy.draft_calls, policy.nodes, policy.classifier.config.entropy_over) == (10, None, 70)
-    assert policy.classifier.output.bias.tolist() == [4.0]
-
-
-def test_auto_is_resolved_by_whoever_measures() -> None:
-    with pytest.raises(ValueError, match="auto"):
-        policy_of(TreeSection(policy="auto"))
+    assert (policy.beta, policy.beam, policy.top_k, policy.draft_calls, policy.nodes) == (0.4, 15, 15, 10, None)
+    assert (policy.classifier.config.entropy_over, policy.classifier.output.bias.tolist()) == (70, [4.0])

@@ -26,7 +26,6 @@ from draftsmith.models.quantize import (
     check_quantization,
     fake_quantized,
     quantize_layers,
-    target_changes,
 )
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.errors import UserError
@@ -139,20 +138,15 @@ def test_the_precision_is_part_of_the_target_s_identity(wide_dir: Path, tmp_path
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "group": (
-        {"quantization": {"group_size": 128}},
-        {},
-        "128 does not divide the 64 inputs of layers.0.*set group_size",
-    ),
-    "narrow": ({"quantization": {}}, {"intermediate_size": 48}, "64 does not divide the 48 inputs .* take 8 bits"),
+    "group": ({"quantization": {"group_size": 128}}, {}, "128 does not divide the 64 inputs of .*group_size"),
     "rows": ({"quantization": "int8"}, {"intermediate_size": 40}, "reads 16 inputs at a time, and .*down_proj has 40"),
     "blocks": ({"quantization": INT4}, {"num_key_value_heads": 1, "head_dim": 8}, "packs 16 outputs .*k_proj has 8"),
     "already": (
         {"quantization": "int8"},
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        r"quantised already \(gptq\).*leave target.quantization out",
+        r"quantised already \(gptq\)",
     ),
-    "no linear layers": ({"quantization": "int8"}, {"family": "gpt2"}, "blocks of family gpt2 hold no linear layers"),
+    "no linear layers": ({"quantization": "int8"}, {"family": "gpt2"}, "gpt2 hold no linear layers"),
 }
 
 
@@ -194,11 +188,3 @@ def test_a_machine_without_kernels_is_told_what_it_lacks(monkeypatch: pytest.Mon
         patch.setattr(Int4Linear, "product", lambda self, rows: torch.ops.aten.no_such_kernel(rows))
         assert f"torch {torch.__version__} has no kernel for this machine" in refused(INT4)
     quantize._check_kernel.cache_clear()
-
-
-def test_a_dtype_that_the_kernels_do_not_compute_in_is_refused() -> None:
-    with pytest.raises(ValueError, match="dtype: float32, but int8 and int4 targets compute in bfloat16"):
-        TargetSection.model_validate({"model": "m", "dtype": "float32", "quantization": "int8"})
-    section = TargetSection.model_validate({"model": "m", "dtype": "float32", "quantization": "fake"})
-    assert section.dtype == "float32" and target_changes(section)["quantization"] == "fake int4, groups of 64"
-    assert section.model_copy(update={"quantization": None}).quantized(INT8).dtype == "bfloat16"

@@ -11,28 +11,24 @@ import pytest
 import yaml
 
 from draftsmith.eval import acceptance
-from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.eval.decoding.policies import PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.measured import evaluation
 from draftsmith.eval.page.files import read_acceptance
 from draftsmith.eval.recorded.answers import RecordedAnswer, kept_for_validation
-from draftsmith.eval.recorded.replay import checking_bytes, replay_all
-from draftsmith.eval.recorded.replay_contenders import planned_bytes, recording_of
+from draftsmith.eval.recorded.replay import replay_all
 from draftsmith.models.chat import render_prompt, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
-from draftsmith.models.costs import gigabytes
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection, TreeSection
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import greedy, pair_of, taught
-from tests.replay_cases import PROMPTS, SAME, conversation, generation_line, policy, write_lines
+from tests.replay_cases import PROMPTS, SAME, conversation, policy, write_lines
 from tests.training_runs import run_main
 
 
@@ -167,23 +163,6 @@ def test_greedy_answers_are_greedy_whatever_else_is_set(place: Path, measure: Ca
         measure("eval.mode=replay", f"eval.answers={path}", chain, "--plan")
 
 
-def test_the_plan_counts_caches_of_draft_models_and_the_check(
-    place: Path, target_dir: Path, measure: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_lines(place / "planned.jsonl", conversation(0))
-    small = "eval.also=[{name: small, proposer: causal_lm, draft_model: {model: " + str(target_dir) + "}}]"
-    counted = {}
-    for name, also in (("without", "eval.also=[]"), ("with", small)):
-        recipe = load_recipe(place / "recipe.yaml", ["eval.mode=replay", f"eval.answers={path}", also])
-        contenders = contenders_of(recipe)
-        counted[name] = planned_bytes(recipe, recording_of(recipe, contenders), contenders)
-    # Two answers of 16 tokens at most; 7 layers of keys and values, 2 heads of 8, in float32, not the drafter's 1.
-    assert counted["with"] - counted["without"] == 2 * 16 * (7 - 1) * 2 * 2 * 8 * 4
-    assert counted["without"] > checking_bytes(320)
-    measure("eval.mode=replay", f"eval.answers={path}", small, "--plan")
-    assert f"drafters' columns {gigabytes(counted['with'])}" in capsys.readouterr().out
-
-
 def test_every_cache_is_gone_when_its_batch_is_done() -> None:
     target, drafter = pair_of("llama", None)
     mine = FeatureDrafting(drafter)
@@ -194,28 +173,7 @@ def test_every_cache_is_gone_when_its_batch_is_done() -> None:
     assert told == [[]] * 4
 
 
-def test_what_cannot_be_replayed_is_told_before_weights_are_loaded(
-    place: Path, measure: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from draftsmith.eval.recorded import replay_contenders as replayed
-
-    def loaded(*_: object) -> None:
-        raise AssertionError("the target was loaded")
-
-    monkeypatch.setattr(replayed, "Lineup", loaded)
-    drawn_ones = write_lines(place / "drawn.jsonl", conversation(0, temperature=1.0))
-    foreign = write_lines(place / "foreign.jsonl", conversation(0, tokenizer_fingerprint="another"))
-    some = [generation_line(name, "x", [5, 4]) for name in ("plain decoding", "chain")]
-    holes = write_lines(place / "holes.jsonl", *some, generation_line("plain decoding", "y", [5, 4]))
-    for path, override, message in (
-        (drawn_ones, "eval.tree={policy: chain, draw: sampled}", "eval.tree: draw: sampled cannot be replayed"),
-        (foreign, "eval.seed=0", r"foreign\.jsonl:1: recorded from another target: tokenizer_fingerprint another"),
-        (holes, "eval.seed=0", "the answers of 'chain' are not to the same turns as those of plain decoding"),
-    ):
-        with pytest.raises(UserError, match=message):
-            measure("eval.mode=replay", f"eval.answers={path}", override)
-
-
+@pytest.mark.slow
 def test_automatic_rows_replay_the_trees_that_decoding_chose(
     place: Path, measure: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,7 +4,6 @@ Tiny random weights in float32.
 """
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from tests.conftest import make_config, make_target
 from tests.decoding import decode, decode_batch
 from tests.pairs import greedy, untaught
 from tests.test_targets import FAMILIES, some_tokens
+from tests.thinning import a_few
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -100,7 +100,10 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TARGETS)
+FEW = "llama, default", "llama, yarn", "glm4_moe, half dynamic", "phi3, part longrope", "gemma4"
+
+
+@pytest.mark.parametrize("name", a_few(TARGETS, *FEW))
 def test_a_drafter_is_trained_drafts_and_is_exported_whatever_rotation_its_target_has(name: str) -> None:
     family, settings = TARGETS[name]
     target = Target(make_target(family, **settings))
@@ -173,22 +176,17 @@ def test_up_to_where_longrope_changes_nothing_depends_on_neighbours_or_drafts() 
 @pytest.mark.parametrize(
     ("rope", "reason"),
     [
-        (LONGROPE | {"original_max_position_embeddings": "x"}, "original_max_position_embeddings 'x' among its rope"),
-        (LONGROPE | {"original_max_position_embeddings": None}, "original_max_position_embeddings None among its rope"),
-        (YARN | {"factor": "x"}, "factor 'x' among its rope_parameters, not a number above 0"),
-        (YARN | {"rope_theta": 0}, "rope_theta 0 among its rope_parameters"),
-        (ROTATIONS["linear"] | {"factor": None}, "null for factor, which linear rotary scaling needs"),
-        (BASE | {"rope_type": "banana"}, "cannot build a llama by its config.json: KeyError: 'banana'"),
-        (YARN | {"factor": None}, None),  # transformers then takes the ratio of the two lengths
+        (LONGROPE | {"original_max_position_embeddings": None}, "original_max_position_embeddings None"),
+        (YARN | {"factor": "x"}, "factor 'x' .* not a number above 0"),
+        (ROTATIONS["linear"] | {"factor": None}, "null for factor"),
+        (BASE | {"rope_type": "banana"}, "cannot build a llama .*'banana'"),
     ],
 )
 def test_a_target_with_a_rotation_that_cannot_be_is_refused_from_its_config(
-    tmp_path: Path, rope: dict[str, Any], reason: str | None
+    tmp_path: Path, rope: dict[str, Any], reason: str
 ) -> None:
-    config = make_config().to_dict() | {"rope_parameters": rope}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with nullcontext() if reason is None else pytest.raises(UserError, match=reason):
-        section = TargetSection(model=str(tmp_path))
-        shape = Eagle3Config.for_target(load_config(section), 320, (1, 2, 3), 320)
+    (tmp_path / "config.json").write_text(json.dumps(make_config().to_dict() | {"rope_parameters": rope}))
+    section = TargetSection(model=str(tmp_path))
+    with pytest.raises(UserError, match=reason):
+        Eagle3Config.for_target(load_config(section), 320, (1, 2, 3), 320)
         target_size(load_config(section), section)
-        assert shape.rope_parameters == YARN | {"factor": 512 / 128}

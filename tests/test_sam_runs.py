@@ -9,18 +9,15 @@ import yaml
 
 from draftsmith.data_gen import build_sam
 from draftsmith.eval import acceptance, plan
-from draftsmith.eval.decoding.contenders import Contender, contenders_of
-from draftsmith.eval.measured import evaluation
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.sam import StaticAutomaton
 from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import Recipe, TargetSection, TreeSection
+from draftsmith.recipes.schema import TargetSection
 from tests.compare_cases import also
 from tests.compare_cases import place as place
 from tests.report_cases import Page
-from tests.sam_cases import corpus_of
 from tests.thinning import a_few
 from tests.training_runs import run_main
 
@@ -107,6 +104,7 @@ def test_an_evaluation_tells_who_drafted_and_a_replay_agrees(place: Path, corpus
     assert "Who drafted it" in Page(html).text and by in html
 
 
+@pytest.mark.slow
 def test_sam_is_the_recipe_s_own_row_without_a_drafter(place: Path, corpus: Path) -> None:
     """As under eval.also, with the same default tree; neither a drafter nor its training is needed."""
     out = place / "own"
@@ -130,6 +128,7 @@ def test_sam_is_the_recipe_s_own_row_without_a_drafter(place: Path, corpus: Path
     assert "sam has no drafter" in refused(plan, place / "lean.yaml", *settings)
 
 
+@pytest.mark.slow
 def test_a_planner_plans_the_drafter_beside_sam(
     place: Path, answers: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,56 +139,7 @@ def test_a_planner_plans_the_drafter_beside_sam(
     assert "as if it drafted alone" in capsys.readouterr().out
 
 
-def test_rows_that_differ_in_their_router_share_a_plan(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[Contender] = []
-    untouched: Any = None
-
-    def choose(lineup: object, recipe: Recipe, contender: Contender) -> TreeSection:
-        planned.append(contender)
-        return TreeSection(policy="chain", nodes=2 + len(planned), vocab_size=16)
-
-    monkeypatch.setattr(evaluation, "choose_tree", choose)
-    auto = {"tree": {"policy": "auto"}}
-    rows = [
-        auto,
-        auto | {"router": {}},
-        auto | {"drafter": str(place / "other/drafter")},
-        {"tree": {"policy": "chain", "nodes": 9}},
-    ]
-    named = [{"name": str(i)} | row for i, row in enumerate(rows)]
-    recipe = load_recipe(place / "recipe.yaml", [f"eval.also={json.dumps(named)}"])
-    chosen = evaluation.with_chosen_trees(untouched, recipe, contenders_of(recipe))
-    assert [contender.tree.nodes for contender in chosen[1:]] == [3, 3, 4, 9]
-    assert [contender.router is None for contender in chosen[1:4]] == [True, False, True]
-    assert {contender.token_counts for contender in chosen[1:4]} == {recipe.token_counts_path}  # of trees that cut
-
-
 def refused(*arguments: Any) -> str:
     with pytest.raises(UserError) as caught:
         run_main(*arguments)
     return "\n".join(caught.value.problems)
-
-
-def test_mistakes_are_told_before_anything_is_decoded(place: Path) -> None:
-    recipe, theirs = place / "recipe.yaml", place / "theirs.safetensors"
-    corpus_of([[1, 2]], 320).save(theirs, "f" * 64, {})
-    found = refused(acceptance, recipe, f"eval.router={{static: {theirs}}}", "--plan")
-    assert found.startswith("eval.router.static: ") and "another tokenizer: fingerprint ffffffffffffffff there" in found
-    found = refused(acceptance, recipe, also(proposer="sam", sam={"static": "nothing.safetensors"}), "--plan")
-    assert found.startswith("eval.also.0.sam.static: nothing.safetensors: no such file; run `draftsmith build-sam`")
-    for section, problem in (
-        ({"proposer": "sam", "tree": {"policy": "ddd"}}, "policy eagle2 or chain"),
-        ({"proposer": "sam", "sam": {"dynamic": False}}, "nothing to look in"),
-        ({"proposer": "sam", "router": {}}, "beside another proposer"),
-        ({"sam": {"alpha": 2.0}}, "sam is for proposer sam"),
-        ({"router": {"treshold": 3}}, "treshold"),
-        (
-            {"router": {"fuse": True}, "tree": {"policy": "chain", "draw": "sampled"}},
-            "drawn tokens cannot get siblings",
-        ),
-    ):
-        assert problem in refused(acceptance, recipe, also(**section))
-    (place / "empty.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "no answer"}]}) + "\n")
-    found = refused(build_sam, recipe, f"data.sam.sources={place / 'empty.jsonl'}")
-    assert found.startswith("data.sam.sources: ") and "hold no token" in found
-    assert "data.sam.sources.0: " in refused(build_sam, recipe, "data.sam.sources=[missing.txt]")

@@ -3,14 +3,13 @@
 import json
 from collections import deque
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from draftsmith.data_gen.answers.generators import GeneratedAnswer
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
-from draftsmith.data_gen.server.generator import Unanswered
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -115,15 +114,6 @@ OPENAI = {
     ],
     "tools": json.dumps(TOOLS),
 }
-OLDER_OPENAI = {
-    "messages": [
-        ASK,
-        {"role": "assistant", "content": "I look.", "function_call": {"name": "search", "arguments": '{"q": "rain"}'}},
-        {"role": "function", "name": "search", "content": "on the mat"},
-        LAST,
-    ],
-    "tools": [SCHEMA],
-}
 SHAREGPT = {
     "conversations": [
         {"from": "human", "value": "where is the cat?"},
@@ -135,11 +125,12 @@ SHAREGPT = {
     "tools": json.dumps([SCHEMA]),
 }
 AS_TEXT = {"messages": json.dumps(OPENAI["messages"]), "tools": [json.dumps(TOOLS[0])]}
-FORMS = {"openai": OPENAI, "older openai": OLDER_OPENAI, "sharegpt": SHAREGPT, "as text": AS_TEXT}
+FORMS = {"openai": OPENAI, "sharegpt": SHAREGPT, "as text": AS_TEXT}
 
 
-@pytest.mark.parametrize("parquet", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "parquet"), [("openai", 0), ("openai", 1), ("sharegpt", 0), ("as text", 1)]
+)
 def test_tool_calls_are_supervised_as_the_template_writes_them(tmp_path: Path, form: str, parquet: bool) -> None:
     tokenizer = tokenizer_with(EVERYTHING)
     if parquet:
@@ -176,46 +167,6 @@ def test_regeneration_keeps_calls_and_results_and_asks_behind_them(tmp_path: Pat
     assert again.messages[:3] == record["messages"][:3] and again.meta == record["meta"]
 
 
-def test_a_refused_question_leaves_with_its_calls_and_results(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(EVERYTHING)
-    first = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
-    source = write(tmp_path / "p.jsonl", {**OPENAI, "messages": [*first, *OPENAI["messages"]]})
-    asked = OpenConversations(list(read_conversations(source, Rejects())), tokenizer, 1000, Rejects())
-    prompts = asked.prompts()
-    key, _ = cast(Any, next(prompts))
-    output = [*tokenizer("there.", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    assert asked.take(GeneratedAnswer(key, output, "stop")) is None
-    key, _ = cast(Any, next(prompts))
-    record = cast(Any, asked.give_up(Unanswered(key, "refused: 400", refused=True)))
-    assert [message["role"] for message in record["messages"]] == ["user", "assistant"]
-    assert record["unasked_turns"] == 1
-
-
-def test_two_calls_at_once_and_a_call_without_words(tmp_path: Path) -> None:
-    turns = [
-        {"from": "system", "value": "s"},
-        {"from": "human", "value": "q"},
-        {
-            "from": "function_call",
-            "value": '[{"name": "f", "arguments": {}}, {"name": "g", "parameters": {"x": null}}]',
-        },
-        {"from": "observation", "value": "1"},
-        {"from": "function_call", "value": '{"name": "h", "arguments": "no object"}'},
-        {"from": "observation", "value": "2"},
-    ]
-    (conversation,) = read_conversations(write(tmp_path / "p.jsonl", {"conversations": turns}), Rejects())
-    first, second = conversation.messages[2], conversation.messages[4]
-    assert [call["function"] for call in first["tool_calls"]] == [
-        {"name": "f", "arguments": {}},
-        {"name": "g", "arguments": {"x": None}},
-    ]
-    assert first["content"] is None
-    assert second["tool_calls"][0]["function"] == {"name": "h", "arguments": "no object"}
-    assert [message["role"] for message in conversation.messages] == [
-        "system", "user", "assistant", "tool", "assistant", "tool",
-    ]  # fmt: skip
-
-
 def test_parquet_fills_no_keys_into_tools_and_arguments(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
@@ -232,23 +183,6 @@ def test_parquet_fills_no_keys_into_tools_and_arguments(tmp_path: Path) -> None:
     found = list(read_conversations(path, Rejects()))
     assert [conversation.messages for conversation in found] == [record["messages"] for record in records]
     assert [conversation.meta["tools"] for conversation in found] == [record["tools"] for record in records]
-
-
-def test_dates_and_bytes_of_tables_become_text(tmp_path: Path) -> None:
-    import datetime
-
-    import pyarrow
-    import pyarrow.parquet
-
-    record = {
-        "messages": [{**ASK, "at": datetime.datetime(2024, 5, 6, 7, 8)}],
-        "meta": {"raw": b"x", "day": datetime.date(2024, 1, 2)},
-    }
-    path = str(tmp_path / "p.parquet")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
-    (conversation,) = read_conversations(path, Rejects())
-    assert conversation.messages[0]["at"] == "2024-05-06 07:08:00" and conversation.meta["day"] == "2024-01-02"
-    json.dumps([conversation.messages, conversation.meta])
 
 
 # Thoughts.

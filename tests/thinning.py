@@ -1,10 +1,11 @@
-"""A few of many combinations, in which values still meet in pairs."""
+"""A few of many combinations, in which values still meet in pairs; and how many examples hypothesis tries."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 
@@ -40,3 +41,17 @@ def a_few(values: Iterable[Any], *fast: Any) -> list[Any]:
     assert all(value in values for value in fast), fast
     left = [value for value in values if value not in fast]
     return [*fast, *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=EXHAUSTIVE) for v in left)]
+
+
+EFFORTS = [pytest.param(4, id="few"), pytest.param(100, id="many", marks=pytest.mark.slow)]  # examples
+
+
+def effort(examples: int, steps: int = 10) -> settings:
+    """The same examples in every run, whatever the time they take; `steps`: of a state machine."""
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
