@@ -12,19 +12,12 @@ import torch
 
 from draftsmith.data_gen.trees.labelled_trees import Trees
 from draftsmith.data_gen.trees.labelling import Labelled, label
-from draftsmith.eval.decoding.decode import decode
-from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.recorded.answers import RecordedAnswer
-from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_states, replay
-from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
-from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.sampling import Draws
+from draftsmith.models.draft_tree import Committed
 from draftsmith.recipes.schema import LabelSection
 from tests import reference
 from tests.c2t_cases import made_trees, same_trees
-from tests.pairs import PROMPTS, greedy, pair_of_kind
 from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, unasked_target
-from tests.thinning import a_few
 
 
 class Along(Scripted):
@@ -163,52 +156,3 @@ def test_trees_come_back_as_they_were_written(tmp_path: Path) -> None:
         chosen.accepted, torch.cat([trees.accepted[146:174], trees.accepted[:30], trees.accepted[87:117]])
     )
     assert same_trees(again.chosen(torch.arange(7)), trees)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", a_few(["eagle", "poss", "poss over eagle3"], "poss over eagle3"))
-def test_every_kind_of_drafter_is_labelled_as_it_drafts(kind: str) -> None:
-    """Rounds of replay, and P and H of the accepted nodes from distributions that are drafted along the path alone."""
-    target, drafter = pair_of_kind(kind, "llama", None)
-    section, depth = LabelSection(top_k=4, draft_calls=4, entropy_over=20), 4
-    answers = [RecordedAnswer(prompt, greedy(target, prompt, 24)) for prompt in PROMPTS[:3]]
-    drafting = FeatureDrafting(drafter)
-    states = read_states(target, answers, drafting.capture_layers, Agreement.of(target))
-    found = label(drafting, answers, states, target, section)
-    replayed = replay(target, PolicyProposer(FeatureDrafting(drafter), Eagle2(10**4, depth, 4)), answers, 3)
-    taken = [[int(said.sum()) for said in labelled.accepted] for labelled in found]
-    assert taken == [generation.accepted_per_round for generation in replayed]
-    assert sum(map(sum, taken)) > 20
-
-    for answer, labelled, counts in zip(answers, found, taken, strict=True):
-        alone = FeatureDrafting(drafter)
-        states = read_states(target, [answer], alone.capture_layers, Agreement.of(target))
-        path = AlongTheAnswer(answer, counts, section.entropy_over)
-        verifier = RecordedVerifier([answer], states, target)
-        decode(verifier, PolicyProposer(alone, path), [answer.prompt], (), [len(answer.tokens)])
-        assert len(path.rows) == len(labelled.features)
-        for features, said, expected in zip(labelled.features, labelled.accepted, path.rows, strict=True):
-            rows = features[said]
-            np.testing.assert_allclose(rows[rows[:, 2].argsort()], np.array(expected).reshape(-1, 3), 2e-3, 1e-5)
-
-
-class AlongTheAnswer:
-    """A policy that drafts what the target says and nothing else: of every round so many tokens."""
-
-    def __init__(self, answer: RecordedAnswer, counts: Sequence[int], entropy_over: int) -> None:
-        self.answer, self.counts, self.entropy_over = answer, counts, entropy_over
-        self.done, self.rows = 1, []
-
-    def grow(
-        self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
-    ) -> tuple[DraftTree, list[int]]:
-        said = self.answer.tokens[self.done : self.done + self.counts[len(self.rows)]]
-        log_probs, joint, rows = drafting.root_log_probs()[0], 0.0, []
-        for depth, token in enumerate(said):
-            joint += float(log_probs[token])
-            rows.append((math.exp(joint), reference.entropy_in_nats(log_probs.tolist(), self.entropy_over), depth))
-            if depth + 1 < len(said):
-                log_probs = drafting.expand(torch.tensor([[depth]]), torch.tensor([[token]]), depth + 1)[0, 0]
-        self.rows.append(rows)
-        self.done += len(said) + 1
-        return DraftTree.chains([[int(roots_B[0]), *said]], roots_B.device), [len(said)]

@@ -1,15 +1,11 @@
 """C2T by its scripts, from recorded answers to acceptance, and what they refuse."""
 
 import json
-import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from draftsmith.data_gen import label_trees
 from draftsmith.data_gen.trees import labelling
@@ -93,19 +89,3 @@ def test_max_rows_ends_with_a_whole_answer(place: Path, script: Callable[..., st
         assert torch.equal(some.features, first.features) and torch.equal(some.accepted, first.accepted)
         assert len(labelled(f"labels.max_rows={len(some.accepted)}").accepted) == len(some.accepted)
         most = len(some.accepted) + 1
-
-
-def test_a_drafter_of_nan_is_told_after_the_first_batch(
-    place: Path, script: Callable[..., str], tmp_path: Path
-) -> None:
-    shutil.copytree(place / "run/drafter", tmp_path / "drafter")
-    weights = tmp_path / "drafter/model.safetensors"
-    tensors, words = load_file(weights), {}
-    with safe_open(weights, framework="pt") as file:
-        words = file.metadata()
-    broken = {name: t.fill_(math.nan) if t.is_floating_point() else t for name, t in tensors.items()}
-    save_file(broken, weights, metadata=words)
-    with pytest.raises(UserError, match=r"drafter: all nodes drafted along 3 answers have NaN") as error:
-        script(label_trees, f"labels.out={tmp_path / 'rows'}", f"eval.drafter={tmp_path / 'drafter'}")
-    assert str(tmp_path / "drafter") in str(error.value)
-    assert not (tmp_path / "rows").exists()

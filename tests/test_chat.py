@@ -9,8 +9,6 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.data_gen.corpus.ranking import count_supervised
-from draftsmith.data_gen.rows.training_rows import training_rows
 from draftsmith.models.chat import (
     RenderError,
     answer_message,
@@ -20,11 +18,8 @@ from draftsmith.models.chat import (
     template_variables,
     tokenizer_fingerprint,
 )
-from draftsmith.models.target import Target, load_causal_lm
-from draftsmith.models.vocab import DraftVocab, cut_vocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 
@@ -233,25 +228,6 @@ def test_a_special_token_without_embedding_refuses_only_what_holds_it(tmp_path: 
     assert render_prompt(tokenizer, USER)
     with pytest.raises(RenderError, match="a token the target lacks: '<image>'"):
         render_prompt(tokenizer, [{"role": "user", "content": "an <image> here"}])
-
-
-def test_an_embedding_padded_beyond_the_tokenizer(tmp_path: Path) -> None:
-    """Ids without a token: the target may say them, the ranking counts them, a draft vocabulary may hold them."""
-    make_target(num_layers=7, vocab_size=384).save_pretrained(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(section(tmp_path))
-    target = Target(load_causal_lm(section(tmp_path)))
-    assert target.vocab_size == 384
-    assert answer_message(tokenizer, [350, 383, 4])["content"] == ""
-    log = tmp_path / "c.jsonl"
-    turn = {"prompt_token_ids": [2, 3], "output_token_ids": [350, 383, 350, 4], "finish_reason": "stop"}
-    log.write_text(json.dumps({"id": "a", "messages": [], "turns": [turn]}) + "\n")
-    rows = list(training_rows(log, tokenizer, 100, Rejects()))
-    with pytest.raises(UserError, match="token 383 is outside the target's vocabulary of 383"):
-        count_supervised(rows, 383)
-    counts = count_supervised(rows, 384)
-    vocab = cut_vocab(DraftVocab.full(len(counts)), counts, 3, (4,))
-    assert vocab.target_ids.tolist() == [4, 350, 383]
 
 
 # Answers as messages.

@@ -17,7 +17,6 @@ from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.page import files as report_files
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from tests.compare_cases import also
@@ -91,30 +90,6 @@ def test_compare_measures_everyone_on_the_same_prompts(place: Path, capsys: pyte
         drafted = sum(sum(r["tree_nodes"]) - len(r["tree_nodes"]) - sum(r["accepted_per_round"]) for r in mine)
         assert row["wasted_nodes_per_round"] == pytest.approx(drafted / row["rounds"], abs=1e-4)
         assert row["tau_ratio"] == pytest.approx(row["tau"] / rows[content["contender"]]["tau"], abs=1e-3)
-
-
-@pytest.mark.slow
-def test_auto_is_chosen_before_anything_is_decoded(place: Path) -> None:
-    """The planner's choice is what is measured, and what acceptance.json says."""
-    recorded = place / "auto/generations.jsonl"
-    candidates = [{"policy": "chain", "nodes": 3}, {"nodes": 6, "draft_calls": 3, "top_k": 4}]
-    automatic = [
-        *("eval.tree={policy: auto}", f"eval.planner={{answers: {recorded}, candidates: {json.dumps(candidates)}}}"),
-        *("--compare", "eval.tree={policy: chain, nodes: 4}"),
-    ]
-    out = f"eval.out={place / 'auto'}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contenders, "loaded_target", lambda *_: pytest.fail("weights were loaded"))
-        with pytest.raises(UserError, match=r"eval\.planner\.answers: .*generations\.jsonl cannot be read"):
-            run_main(acceptance, place / "recipe.yaml", out, *automatic)
-    run_main(acceptance, place / "recipe.yaml", out)
-    run_main(acceptance, place / "recipe.yaml", f"eval.out={place / 'chosen'}", *automatic)
-    content = report_files.read_acceptance(place / "chosen/acceptance.json")
-    main = content["contenders"][content["contender"]]
-    assert content["contender"] in ("eagle3, auto: chain of 2", "eagle3, auto: tree of 6")
-    assert main["tree"]["nodes"] == (3 if main["tree"]["policy"] == "chain" else 6)
-    assert main["draft_calls_per_round"] == main["tree"]["draft_calls"] and main["matches_target"]
-    assert set(content["contenders"]) == {PLAIN, content["contender"], "eagle3, chain of 3"}
 
 
 # Batches.

@@ -42,7 +42,6 @@ from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.sampling import GREEDY, Draws, Sampling
 from draftsmith.models.target import Target
 from draftsmith.models.target_session import TargetSession
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TreeSection
 from tests import reference
 from tests.clock import Clock
@@ -282,21 +281,3 @@ def test_what_was_measured_here_is_not_measured_again(tmp_path: Path, monkeypatc
     assert read_known(path, "0") == again and not read_known(path, "a")  # the oldest goes
     path.write_text(path.read_text()[:-9])
     assert not read_known(path, "0")
-
-
-def test_contexts_are_of_the_length_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(make_target(max_position_embeddings=64))
-    read: list[list[int]] = []
-    prefill = TargetSession.prefill
-    monkeypatch.setattr(
-        TargetSession, "prefill", lambda at, prompts, **_: read.extend(map(list, prompts)) or prefill(at, prompts)
-    )
-    chain = tree_of(policy="chain", nodes=2)
-    measure_costs(target, lambda tree: SlowProposer(Clock()), [chain], [[11, 12], [13, 14, 15]], 8)
-    assert {tuple(tokens) for tokens in read} == {(11, 12, 13, 14, 15, 11, 12, 13), (13, 14, 15, 11, 12, 13, 14, 15)}
-    costs = measure_costs(
-        target, lambda tree: SlowProposer(Clock()), [tree_of(policy="chain", nodes=4)], [[11, 12]], 1000
-    )
-    assert costs.context == 64 - 1 - ROUNDS * 4  # what is left beside the rounds that are decoded
-    with pytest.raises(UserError, match="leave no context in the target's 64 positions"):
-        measure_costs(target, lambda tree: SlowProposer(Clock()), [tree_of(policy="chain", nodes=40)], [[11, 12]], 9)

@@ -29,7 +29,7 @@ from draftsmith.recipes.schema import TreeSection
 from tests import reference
 from tests.clock import Clock as WallClock
 from tests.conftest import make_target
-from tests.decoding import decode, decode_batch, decode_queue
+from tests.decoding import decode_batch, decode_queue
 from tests.pairs import greedy, untaught
 from tests.scripted_drafting import unasked_target
 from tests.thinning import effort
@@ -150,42 +150,6 @@ def cut(future: list[int], stop: int, most: int) -> list[int]:
     return kept[: kept.index(stop) + 1] if stop in kept else kept
 
 
-@pytest.mark.parametrize("name", SPOILS)
-def test_answers_side_by_side_are_those_of_each_alone(name: str) -> None:
-    """Rounds and counts, too: also where answers end at different times and trees differ in size."""
-    target, futures = target_and_futures("gemma2", sliding_window=8)
-    prompts, spoil = [list(prompt) for prompt in ASKED], SPOILS[name]
-    stop = futures[1][9]  # ends the second answer early
-    together = decode_batch(target, Oracle(futures, prompts, 6, spoil), prompts, {stop}, 30)
-    for prompt, future, answer in zip(prompts, futures, together, strict=True):
-        alone = decode(target, Oracle([future], [prompt], 6, spoil), prompt, {stop}, 30)
-        for key in ("token_ids", "accepted_per_round", "last_round_cut", "tree_nodes", "draft_calls"):
-            assert getattr(answer, key) == getattr(alone, key), key
-
-
-@pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("gpt2", 2)])
-def test_drafts_end_where_the_target_s_positions_end(family: str, rows: int) -> None:
-    """GPT-2 looks positions up in a table: one beyond it is an error, not a longer context."""
-    target = Target(make_target(family, max_position_embeddings=32, n_positions=32))
-    prompts = [[11, 12, 13], [21, 22, 23, 24, 25]][:rows]
-    budget = 32 - len(prompts[-1])
-    futures = [greedy(target, prompt, budget) for prompt in prompts]
-    oracle = Oracle([[*future, *range(60)] for future in futures], prompts, 40, longer_than_the_budget)
-    answers = decode_batch(target, oracle, prompts, {-1}, budget)
-    assert [answer.token_ids for answer in answers] == futures
-    assert max(nodes for answer in answers for nodes in answer.tree_nodes) <= 32
-
-
-def test_a_stop_token_inside_an_accepted_path_ends_the_answer_there() -> None:
-    """The target's third token is declared the stop token: nothing behind it stands in the answer or in the counts."""
-    target, (future, *_) = target_and_futures("llama")
-    prompt, stop = list(ASKED[0]), future[3]
-    oracle = Oracle([future], [prompt], 12, lambda root, rest: chain([root, *rest]))
-    out = decode(target, oracle, prompt, {stop}, 30)
-    assert out.token_ids == cut(future, stop, 30)
-    assert (out.accepted_per_round, out.last_round_cut) == ([len(out.token_ids) - 1], True)
-
-
 def test_the_proposer_sees_the_target_s_own_states_of_what_was_committed() -> None:
     """Whatever stood beside the accepted path in the tree: never a drafted or a rejected node's state."""
     target, futures = target_and_futures("llama")
@@ -223,28 +187,24 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class FakeEvent:
-    """An event of a device whose queue runs a second behind."""
-
-    now = 0.0
-
-    def __init__(self, device: torch.device, enable_timing: bool):
-        assert enable_timing
-        self.device = device
-
-    def record(self, stream: str) -> None:
-        assert stream == f"the queue of {self.device}"
-        FakeEvent.now += 0.5
-        self.at = FakeEvent.now
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, other: "FakeEvent") -> float:
-        return 1000 * (other.at - self.at)
-
-
 def test_time_on_an_accelerator_is_asked_of_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "Event", FakeEvent)
+    class Event:
+        """Of a queue that runs behind."""
+
+        now = 0.0
+
+        def __init__(self, device: torch.device, enable_timing: bool) -> None: ...
+
+        def record(self, stream: str) -> None:
+            assert stream == "the queue of cuda"
+            Event.now = self.at = Event.now + 0.5
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 1000 * (other.at - self.at)
+
+    monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the queue of {device}")
     clock = Clock(torch.device("cuda"))
     first, _, third = clock.mark(), clock.mark(), clock.mark()

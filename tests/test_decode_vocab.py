@@ -4,7 +4,6 @@ A drafter is trained for the target's vocabulary or for a draft vocabulary (EAGL
 tokens. Greedy answers are tests/test_lossless.py's matter.
 """
 
-import random
 from collections.abc import Hashable
 
 import pytest
@@ -12,67 +11,14 @@ import torch
 
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer, TreePolicy
-from draftsmith.models.draft_tree import Committed
-from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
+from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import Sampling
-from draftsmith.models.target import Target
-from draftsmith.models.vocab import DraftVocab, cut_vocab
-from tests.conftest import make_target
+from draftsmith.models.vocab import cut_vocab
 from tests.decoding import decode
-from tests.pairs import untaught
 from tests.test_sampling import EnumeratedDraws, answers_of, assert_same_law, enumerate_law, small_pair
 from tests.thinning import EXHAUSTIVE, pairwise
 
 STOP = 4
-
-
-def make_pair(trained: int | None, drafted: int) -> tuple[Target, FeatureDrafter, DraftVocab]:
-    """A target, a drafter of `trained` tokens (None: all of the target's) and its cut to `drafted` of them."""
-    target = Target(make_target())
-    size = target.vocab_size
-    chance = torch.Generator().manual_seed(3)
-    counts = torch.randint(0, 50, (size,), generator=chance)
-    vocab = DraftVocab.full(size)
-    if trained is not None:
-        vocab = DraftVocab(torch.randperm(size, generator=chance)[:trained].sort().values, size)
-    return target, untaught("eagle3", target, vocab), cut_vocab(vocab, counts, drafted, [STOP])
-
-
-@pytest.mark.parametrize(("trained", "rows"), [(None, 1), (90, 3)])
-def test_a_cut_drafts_from_the_cut_logits_renormalised(trained: int | None, rows: int) -> None:
-    """Over a whole round: the root's children, two of them expanded, and one child of each."""
-    target, drafter, part = make_pair(trained, 40)
-    torch.manual_seed(0)
-    counts = [6, 3, 5][:rows]
-    features = torch.randn(rows, max(counts), 3 * target.hidden_size)
-    chance = random.Random(1)
-    committed = [[chance.randrange(5, 320) for _ in range(count + 1)] for count in counts]
-    drafting, whole = FeatureDrafting(drafter, part), FeatureDrafting(drafter)
-    for each in (drafting, whole):
-        each.reset(rows)
-        each.observe(Committed(target, committed, features, counts))
-    assert drafting.vocab.same_as(part)
-
-    # By a walk over the drafter's own vocabulary: where each token of the cut stands in it.
-    own = drafter.vocab.target_ids.tolist()
-    places = [own.index(token) for token in part.target_ids.tolist()]
-
-    def compare(got: torch.Tensor, over_all: torch.Tensor) -> None:
-        left = over_all[..., places].double()
-        expected = left - left.exp().sum(-1, keepdim=True).log()  # what is left of the mass becomes all of it
-        assert got.shape[-1] == part.size
-        # Float32 over 32 channels; a row of the head that is another token's is off by more than 0.1.
-        torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=0)
-
-    got, over_all = drafting.root_log_probs(), whole.root_log_probs()
-    compare(got, over_all)
-    tokens = drafting.vocab.to_target(got.topk(2).indices)  # [B, 2]
-    slots = torch.zeros(rows, 2, dtype=torch.long)
-    for depth in (1, 2):
-        got, over_all = drafting.expand(slots, tokens, depth), whole.expand(slots, tokens, depth)
-        compare(got, over_all)
-        slots = torch.tensor([[1, 2]]).expand(rows, 2)
-        tokens = drafting.vocab.to_target(got.argmax(-1))
 
 
 # Decoding.

@@ -19,7 +19,7 @@ from torch.nn import functional
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, save_drafter, target_identity
 from draftsmith.models.draft_tree import Committed, Drafting
-from draftsmith.models.drafters import drafter_shape, trainable_parameters
+from draftsmith.models.drafters import drafter_shape
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
@@ -140,18 +140,6 @@ def test_splitting_and_recomputing_follow_one_trajectory(name: str, recipe_of: A
             assert mine["accuracy"] == expected["accuracy"]
 
 
-@pytest.mark.slow
-def test_noise_is_for_training_alone_and_changes_it(recipe_of: Any, tmp_path: Path) -> None:
-    """The weights of the first validation come from different steps, so a run that never steps far is compared."""
-    path = recipe_of("eagle")
-    tiny = ["train.learning_rate=1e-12", "train.max_steps=3"]
-    noisy = metrics(train(path, *tiny))
-    silent = copy_of_inputs(path.with_suffix(""), tmp_path / "silent")
-    quiet = metrics(train(path, *tiny, "train.feature_noise=0", f"output_dir={silent}"))
-    assert noisy[-1]["loss"] != pytest.approx(quiet[-1]["loss"], rel=1e-4)
-    assert noisy[-1]["validation_loss"] == pytest.approx(quiet[-1]["validation_loss"], rel=1e-6)
-
-
 def test_clipping_by_value_clips_each_element(recipe_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     step = torch.optim.AdamW.step
@@ -165,27 +153,6 @@ def test_clipping_by_value_clips_each_element(recipe_of: Any, monkeypatch: pytes
     lines = metrics(train(recipe_of("hass"), "train.max_steps=2", "train.max_grad_norm=1e-4"))
     assert seen == [pytest.approx(1e-4)] * 2
     assert all(line["grad_norm"] > 1e-3 for line in lines)  # as it was before
-
-
-@pytest.mark.parametrize("name", a_few(RECIPES, "poss", "eagle3.1"))
-def test_the_plan_of_every_kind(
-    name: str, recipe_of: Any, capsys: pytest.CaptureFixture[str], target_dir: Path
-) -> None:
-    path = recipe_of(name)
-    train(path, "--plan", "train.eval_replay=2", "eval.tree={policy: chain, nodes: 4}")
-    said = {line[:14].strip(): line[15:] for line in capsys.readouterr().out.splitlines() if line[:1] != " "}
-    recipe, target = load_recipe(path), Target(make_target())
-    drafter = new_drafter(
-        recipe.drafter,
-        drafter_shape(recipe.drafter, target.config),
-        DraftVocab.load(path.with_suffix("") / "draft_vocab.safetensors"),
-        target,
-        {},
-    )
-    count = sum(p.numel() for p in drafter.parameters())
-    head = "head of 160 tokens: 0.01 M" if recipe.drafter.extends == "eagle3" else "the target's head"
-    assert said["parameters"].startswith(f"{count / 1e6:.2f} M trained ({head})")
-    assert trainable_parameters(drafter.config) == count
 
 
 # What a run starts from.
@@ -312,14 +279,6 @@ def test_a_saved_drafter_drafts_the_same(kind: str, loaded: tuple[Target, dict[s
     assert not frozen & load_file(tmp_path / "drafter/model.safetensors").keys()
 
 
-def test_the_recipe_beside_a_drafter_is_unicode_in_every_locale(
-    loaded: tuple[Target, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("io.text_encoding", lambda encoding, _=2: encoding or "ascii")  # as where LC_ALL=C counts
-    save_drafter(tmp_path / "drafter", untaught("eagle3", loaded[0]), loaded[1], "output_dir: läufe\n", {})
-    assert (tmp_path / "drafter/recipe.yaml").read_text(encoding="utf-8") == "output_dir: läufe\n"
-
-
 def edited(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
     config = json.loads((directory / "config.json").read_text())
     change(config)
@@ -410,10 +369,10 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 
 
-CUT = list(product(HEADS, ("eagle", "poss")))
+CUT = [*product(HEADS, ("eagle", "poss")), ("llama", "eagle3")]
 
 
-@pytest.mark.parametrize(("family", "kind"), a_few(CUT, ("phi", "eagle"), ("cohere", "poss"), ("gemma2", "eagle")))
+@pytest.mark.parametrize(("family", "kind"), a_few(CUT, ("phi", "eagle"), ("cohere", "poss"), ("llama", "eagle3")))
 @torch.no_grad()
 def test_a_cut_head_is_the_log_softmax_over_its_rows(family: str, kind: str) -> None:
     model = make_target(family, **HEADS[family])
@@ -424,6 +383,8 @@ def test_a_cut_head_is_the_log_softmax_over_its_rows(family: str, kind: str) -> 
     kept = DraftVocab(torch.randperm(320, generator=torch.Generator().manual_seed(1))[:40].sort().values, 320)
     whole = distributions(drafter, target)
     torch.testing.assert_close(distributions(drafter, target, kept), whole[:, kept.target_ids].log_softmax(-1))
+    if kind == "eagle3":
+        return
     # What the target itself would say of these features.
     features = torch.randn(3, 32)
     torch.testing.assert_close(drafter.logits(features), target.logits(features))

@@ -77,17 +77,6 @@ def test_a_drawn_chain_says_what_each_token_was_drawn_from() -> None:
     assert (tree.drawn_from[0, 3] == 0).all()
 
 
-def test_a_row_that_has_stopped_uses_up_no_random_numbers() -> None:
-    policy = Chain(6, Svip(0.15, 0.45), Sampling(1.0))
-    draws = [SeededDraws(0, row) for row in range(6)]
-    _, calls = policy.grow(Scripted([Table(row) for row in range(6)]), roots(6), draws)
-    assert len(set(calls)) > 2
-    for row, made in enumerate(calls):
-        fresh = SeededDraws(0, row)
-        fresh.uniforms(made)
-        assert torch.equal(draws[row].uniforms(3), fresh.uniforms(3))
-
-
 @pytest.mark.parametrize("policy", [Chain(3, None, Sampling(1.0)), StaticTree(((0,),), Sampling(1.0))])
 def test_drawn_tokens_need_draws_and_their_elder_siblings(policy: TreePolicy) -> None:
     with pytest.raises(ValueError, match="need draws"):

@@ -32,7 +32,6 @@ from tests.test_sampling import (
     path_of,
     random_tree,
     small_pair,
-    uneven_batch,
     uneven_tree,
 )
 from tests.thinning import a_few, pairwise, thinned
@@ -192,22 +191,6 @@ def test_greedy_takes_a_near_token_that_with_its_neighbours_reaches_the_likelies
         assert int(accepted.bonus) == (0 if length == 2 else 3)
         assert accepted.moved is not None
         assert accepted.moved[0, 0] == pytest.approx(0.22 if length == 2 else 0, abs=1e-6)
-
-
-@pytest.mark.parametrize("drawn", [False, True], ids=["ranked", "drawn"])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "sampled"])
-def test_a_tree_among_others_is_accepted_as_it_is_alone(sampling: Sampling, drawn: bool) -> None:
-    together, logits, each_alone = uneven_batch(drawn)
-    rule = LanternAcceptance(sampling, relaxed(("delta", 0.4)))
-    for seed in range(10):
-        accepted = rule.accept(together, logits, [SeededDraws(seed, i) for i in range(3)])
-        for row, (alone, its_logits) in enumerate(each_alone):
-            single = accepted_by(rule, alone, its_logits, SeededDraws(seed, row))
-            assert path_of(accepted, row) == path_of(single, 0)
-            assert int(accepted.bonus[row]) == int(single.bonus)
-            length = int(single.length)
-            assert accepted.moved is not None and single.moved is not None
-            assert accepted.moved[row, :length].tolist() == pytest.approx(single.moved[0, :length].tolist())
 
 
 def test_nearest_is_an_exact_search() -> None:

@@ -14,22 +14,17 @@ import torch
 import yaml
 from PIL import Image, ImageChops, ImageStat
 
-from draftsmith.data_gen import label_trees
-from draftsmith.data_gen.trees.labelled_trees import Trees
-from draftsmith.eval import acceptance, plan
+from draftsmith.eval import acceptance
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.page.files import generations_path
-from draftsmith.eval.planner import measuring
-from draftsmith.models.chat import load_config, load_tokenizer, render_prompt, tokenizer_fingerprint
+from draftsmith.models.chat import load_tokenizer, render_prompt, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.drafters import build_drafter, config_class
-from draftsmith.models.prompt import Prompt
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vision import PictureReader
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train import c2t
 from tests.report_cases import evaluate, make_recipe, page_of
 from tests.test_vision import generated
 from tests.thinning import a_few
@@ -172,34 +167,26 @@ def test_the_tower_reads_a_picture_once_for_all_contenders(place: Path, monkeypa
     assert len(set(read)) == 3 and len(read) == 6  # by the target and by the drafter that is the same model
 
 
-def test_what_cannot_be_shown_is_rejected_with_its_reason(place: Path, tmp_path: Path) -> None:
-    pictures = {
-        "picture missing": "nowhere.png",
-        "picture URL": "https://example.com/a.png",
-        "not a picture": str(place / "recipe.yaml"),
-    }
-    records = [{"id": kind, "prompt": "the cat", "image": image} for kind, image in pictures.items()]
+def test_what_cannot_be_shown_is_rejected_with_its_reason(place: Path, target_dir: Path, tmp_path: Path) -> None:
     part = {"type": "image", "path": str(place / "a.png"), "sha256": digest(place / "b.png")}
-    records += [{"id": "picture changed", "messages": [{"role": "user", "content": [part, SAY]}]}]
-    records += [{"id": "placeholders", "prompt": "<image> <image>", "image": str(place / "a.png")}]
-    prompts = tmp_path / "prompts.jsonl"
+    records = [
+        {"id": "picture missing", "prompt": "the cat", "image": "nowhere.png"},
+        {"id": "picture URL", "prompt": "the cat", "image": "https://example.com/a.png"},
+        {"id": "picture changed", "messages": [{"role": "user", "content": [part, SAY]}]},
+        {"id": "placeholders", "prompt": "<image> <image>", "image": str(place / "a.png")},
+    ]
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     prompts.write_text("".join(json.dumps(record) + "\n" for record in [*records, {"id": "text", "prompt": "rain"}]))
-    out = tmp_path / "out"
-    measure(place, f"eval.prompts={prompts}", f"eval.out={out}", "eval.also=[]")
+    lookup = 'eval.also=[{"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 4}}]'
+    settings = (f"eval.prompts={prompts}", f"eval.out={out}", "eval.drafter=null", lookup)
+    measure(place, *settings)
     assert {name for _, name, _ in lines_of(out / "generations.jsonl")} == {"text"}
     rejects = [json.loads(line) for line in (out / "prompts.rejects.jsonl").read_text().splitlines()]
     assert len(rejects) == len(records)
     assert all(reject["reason"].startswith(f"{reject['record']['id']}: ") for reject in rejects)
-
-
-def test_a_target_of_text_says_what_it_lacks(place: Path, target_dir: Path, tmp_path: Path) -> None:
-    """Prompts with pictures are rejected; where no other is left, the error names the reason."""
-    lookup = 'eval.also=[{"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 4}}]'
-    settings = (f"target.model={target_dir}", f"eval.out={tmp_path}", "eval.drafter=null", lookup, "--plan")
-    with pytest.raises(UserError, match=re.escape("(4 not text only)")):
-        only = tmp_path / "only.jsonl"
-        only.write_text("\n".join((place / "prompts.jsonl").read_text().splitlines()[:4]))
-        measure(place, f"eval.prompts={only}", *settings)
+    prompts.write_text("\n".join((place / "prompts.jsonl").read_text().splitlines()[:4]))
+    with pytest.raises(UserError, match=re.escape("(4 not text only)")):  # where no other is left
+        measure(place, *settings, f"target.model={target_dir}", "--plan")
 
 
 # Replay.
@@ -241,62 +228,6 @@ def test_answers_to_other_pictures_are_not_replayed(
 
 
 # What stands on replay.
-
-
-CHAINS_ONLY = 'eval.planner.candidates=[{"policy": "chain", "nodes": 2}, {"policy": "chain", "nodes": 3}]'
-
-
-def planned(place: Path, out: Path) -> tuple[str, ...]:
-    """Settings to plan from recorded answers."""
-    return CHAINS_ONLY, f"eval.planner.answers={place / 'run/eval/generations.jsonl'}", f"eval.out={out}"
-
-
-@pytest.mark.slow
-def test_the_planner_times_prompts_with_their_pictures(
-    place: Path, lines: dict[Any, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For each drafter, and never with a part of a picture."""
-    timed: set[Prompt] = set()
-    timing = measuring.timed_rounds
-    monkeypatch.setattr(measuring, "timed_rounds", lambda *given: timed.update(given[2]) or timing(*given))
-    monkeypatch.setattr(measuring, "ROUNDS", 4)
-    run_main(plan, place / "recipe.yaml", *planned(place, tmp_path), "eval.planner.context=70")
-    assert {len(prompt) for prompt in timed} == {70}
-    assert len({each.digest for prompt in timed for each in prompt.inserts}) == 3
-    placeholder = load_config(TargetSection(model=str(place / "target"))).image_token_id
-    texts = [line for (contender, *_), line in lines.items() if contender == PLAIN]
-    asked = [[token for token in line["prompt_token_ids"] if token != placeholder] for line in texts]
-    words = [token for prompt, line in zip(asked, texts, strict=True) for token in (*prompt, *line["token_ids"])]
-    for prompt in timed:  # apart from whole pictures, it is the recorded text
-        shown = {each.first + i for each in prompt.inserts for i in range(each.length)}
-        assert {prompt[i] for i in shown} <= {placeholder}
-        rest = [token for i, token in enumerate(prompt) if i not in shown]
-        assert f" {rest}".replace("[", "").replace("]", ",") in f" {words * 4},"
-    costs = json.loads((tmp_path / "plan.json").read_text())["costs"]
-    assert costs["context"] == 70 and costs["plain_round"] > 0
-
-
-@pytest.mark.slow
-def test_labelled_trees_and_a_classifier_of_them(place: Path, lines: dict[Any, dict[str, Any]], tmp_path: Path) -> None:
-    """A drafter that sees what the target sees is accepted wherever it drafts the target's token."""
-    recipe, itself = place / "recipe.yaml", ("--contender", "itself")
-    answers = f"labels.answers={place / 'run/eval/generations.jsonl'}"
-    settings = answers, "labels.top_k=4", "labels.draft_calls=3", f"output_dir={tmp_path}"
-    run_main(label_trees, recipe, *settings, "labels.top_k=1", f"labels.out={tmp_path / 'itself'}", *itself)
-    trees = Trees.read(tmp_path / "itself")
-    own = [line["accepted_per_round"] for (contender, *_), line in lines.items() if contender == "itself"]
-    assert trees.about["answers"] == 7
-    assert (len(trees.sizes), int(trees.accepted.sum())) == (sum(map(len, own)), sum(map(sum, own)))
-    run_main(label_trees, recipe, *settings, *itself)
-    run_main(c2t, recipe, *settings, "classifier.epochs=2", "classifier.validation_share=0.3")
-    settings_of_c2t = {"classifier": str(tmp_path / "c2t"), "beta": 0.001}
-    tree = {"policy": "c2t", "nodes": 12, "draft_calls": 3, "top_k": 4, "c2t": settings_of_c2t}
-    model = {"model": str(place / "target"), "dtype": "float32", "device": "cpu"}
-    also = [{"name": "itself", "proposer": "causal_lm", "draft_model": model, "tree": tree}]
-    measure(place, f"eval.also={json.dumps(also)}", f"eval.out={tmp_path / 'out'}", "eval.max_prompts=3")
-    found = lines_of(tmp_path / "out/generations.jsonl")
-    assert all(line["token_ids"] == lines[PLAIN, key[1], key[2]]["token_ids"] for key, line in found.items())
-    assert sum(sum(line["accepted_per_round"]) for key, line in found.items() if key[0] == "itself") > 15
 
 
 # The report.

@@ -11,16 +11,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from draftsmith.data_gen.states.jobs import estimated_bytes, job_of
 from draftsmith.data_gen.states.store import Store, states_length
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts.rejects import Rejects
 from tests.conftest import VOCAB_SIZE
 from tests.ranks import ROOT, run_ranks
-from tests.store_cases import capture, files_of, rows_of
+from tests.store_cases import capture, rows_of
 from tests.thinning import a_few
 from tests.tiny_vision import FAMILIES, picture, save_vision_target
 from tests.training_runs import metrics, train
@@ -142,31 +140,6 @@ def test_a_store_without_states_of_pictures_serves_no_drafter_that_reads_them(
         train(path, f"data.states={states}", baseline)
     with pytest.raises(UserError, match=r"picture_states: False there, True now\); name another data\.states"):
         capture(path, baseline)
-
-
-@pytest.mark.slow
-def test_damaged_pictures_of_a_store_are_told_and_written_again(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = recipe_in(tmp_path / "run", home, "llava", OVER_EAGLE)
-    capture(path)
-    states = tmp_path / "run/states"
-    before = files_of(states)
-    assert sum(map(len, before.values())) == pytest.approx(
-        estimated_bytes(job_of(load_recipe(path), Rejects())), rel=0.02
-    )
-    one, other = sorted((states / "pictures").iterdir())
-    one.unlink()
-    with pytest.raises(UserError, match=rf"{one.name}: missing or damaged: .*draftsmith capture --verify"):
-        train(path, f"data.states={states}")
-    content = bytearray(other.read_bytes())
-    content[-1] ^= 1
-    other.write_bytes(content)
-    capture(path)
-    assert files_of(states).keys() == before.keys() and files_of(states) != before
-    capture(path, "--verify")
-    assert "damaged: its sha256 is another; captured again" in capsys.readouterr().out
-    assert files_of(states) == before
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 import math
 import random
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from draftsmith.eval.decoding.policies import (
 from draftsmith.eval.decoding.stopping import Ddd, Svip, SvipTree
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.sampling import Sampling, SeededDraws
-from draftsmith.recipes.schema import TreeSection
 from tests import reference
 from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, linear_classifier, linear_confidence, paths_of, roots
 
@@ -186,16 +183,6 @@ def test_whatever_the_drafter_gives_trees_are_connected_and_those_of_each_row_al
                 torch.testing.assert_close(together.drawn_from[row].sum(-1), have_children)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, VOCAB])
-def test_c2t_stays_connected_where_children_tie(vocab_size: int) -> None:
-    for seed in range(18):
-        policy, kinds = c2t_case(random.Random(seed))[0], ODD[seed % len(ODD)]
-        for tables in ([Odd(seed * 4 + row, vocab_size, kinds) for row in range(rows)] for rows in (1, 3)):
-            tree, calls = policy.grow(Scripted(tables), roots(len(tables)))
-            for row, made in enumerate(calls):
-                assert len(paths_of(tree, row)[-1]) in (made - 1, made)  # the last call's children were kept, or none
-
-
 @pytest.mark.parametrize("size", [LARGE - 1, LARGE, 2 * LARGE + 100])
 @pytest.mark.parametrize("count", [1, 31])
 def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, count: int) -> None:
@@ -219,62 +206,17 @@ def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, coun
 # One policy at a time.
 
 
-@pytest.mark.parametrize(("nodes", "calls", "top_k"), [(60, 6, 10), (12, 3, 4), (2, 1, 3), (30, 8, 4), (8, 2, 9)])
-def test_eagle2_keeps_the_best_nodes_where_everything_ties(nodes: int, calls: int, top_k: int) -> None:
-    table = Table(0, sharpness=(0.0,))
-    tree, _ = Eagle2(nodes, calls, top_k).grow(Scripted([table]), roots(1))
-    kept = sorted((reference.path_value(table, path) for path in paths_of(tree, 0)[1:]), reverse=True)
-    expected, _ = reference.eagle2_tree(table, nodes, calls, top_k)
-    assert kept == pytest.approx([reference.path_value(table, path) for path in expected], abs=1e-5)
-
-
-def test_a_token_of_probability_nan_ranks_behind_all_others() -> None:
-    class Broken(Table):
-        def row(self, path: Nodes) -> torch.Tensor:
-            return super().row(path).index_fill(0, torch.tensor(3), math.nan)
-
-    table = Broken(0)
-    tree, _ = Eagle2(nodes=3, draft_calls=1, top_k=3).grow(Scripted([table]), roots(1))
-    others = [token for token in reference.by_likelihood(Table(0)(())) if token != 3]
-    assert paths_of(tree, 0)[1:] == [(token,) for token in others[:2]]
-
-
 def test_svip_stops_above_six_tenths_of_a_nat_and_keeps_the_uncertain_token() -> None:
-    """c = 0.15, h = 0.3: the boundary lies at 0.6 nats, which two tokens have at p = 0.71239; at most 40 tokens."""
+    """c = 0.15, h = 0.3: the boundary lies at 0.6 nats, which two tokens have at p = 0.71239."""
 
     class Coin(Table):
         def row(self, path: Nodes) -> torch.Tensor:
             p = (0.9, 0.9, 0.7129, 0.7119, 0.5)[len(path)]  # 0.5995 nats before the third token, 0.6005 after it
             return torch.tensor([p, 1 - p]).log()
 
-    boundary = [reference.entropy_in_nats(Coin(0, 2)((0,) * depth), 2) for depth in (2, 3)]
-    assert 0.599 < boundary[0] < 0.6 < boundary[1] < 0.601
     tree, calls = Chain(40, Svip()).grow(Scripted([Coin(0, 2)]), roots(1))
-    assert calls == [4]
-    assert tree.nodes == 5
-    assert Chain(40, Svip()).grow(Scripted([Table(0, sharpness=(0.1,))]), roots(1))[1] == [1]
+    assert (calls, tree.nodes) == ([4], 5)
     assert Chain(40, Svip()).grow(Scripted([Table(0, sharpness=(1e5,))]), roots(1))[1] == [40]
-
-
-def test_c2t_verifies_what_it_kept_even_of_probability_zero() -> None:
-    """A row with fewer nodes at a level has a gap there, which must not be taken for an improbable node."""
-
-    class Sure(Table):
-        """After the first token another one is certain; `self.seed` tokens may be the first."""
-
-        def row(self, path: Nodes) -> torch.Tensor:
-            shares = torch.zeros(self.vocab_size)
-            shares[: self.seed if not path else 1] = 1
-            return (shares / shares.sum()).log()
-
-    weights = 10.0, 0.0, 20.0, -2.0  # at depth 0 only what is probable, at depth 1 everything
-    policy = C2T(linear_classifier(*weights), 0.6, None, 4, 2)
-    tables = [Sure(1), Sure(3)]
-    tree, _ = policy.grow(Scripted(tables), roots(2))
-    for row, table in enumerate(tables):
-        expected, _ = reference.c2t_tree(table, linear_confidence(*weights), 0.6, None, 4, 2, None, 1000)
-        assert sorted(path[:1] for path in paths_of(tree, row)[1:]) == sorted(path[:1] for path in expected)
-        assert len(expected) == table.seed * 5
 
 
 @pytest.mark.parametrize("paths", [((0,), (0,)), ((0,), (1, 0)), ((0, 0),)])
@@ -284,38 +226,6 @@ def test_a_static_tree_refuses_paths_that_are_no_tree(paths: tuple[Nodes, ...]) 
 
 
 # Waiting for the device.
-
-
-class OnMeta:
-    """A `Drafting` without numbers: whoever asks for one gets an error."""
-
-    capture_layers: tuple[int, ...] = ()
-
-    def __init__(self, rows: int) -> None:
-        self.rows, self.calls = rows, 0
-        ids = torch.empty(VOCAB, dtype=torch.long, device="meta")
-        self.vocab: Any = SimpleNamespace(target_ids=ids, to_target=lambda drafted: ids[drafted], is_full=False)
-
-    def root_log_probs(self) -> torch.Tensor:
-        return torch.empty(self.rows, VOCAB, device="meta")
-
-    def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        assert parent_slots.shape == tokens.shape
-        self.calls += 1
-        return torch.empty(*tokens.shape, VOCAB, device="meta")
-
-
-EAGLE1 = StaticTree(tuple(map(tuple, TreeSection(policy="static").static_paths)))
-
-
-@pytest.mark.parametrize("policy", [Chain(5), EAGLE1, Eagle2(30, 6, 10), Eagle2(9, 3, 2, Ddd(-0.3, (5, 7)))], ids=repr)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_trees_of_a_known_shape_grow_without_a_number_from_the_device(policy: TreePolicy, rows: int) -> None:
-    tree, calls = policy.grow(OnMeta(rows), torch.empty(rows, dtype=torch.long, device="meta"))  # type: ignore[arg-type]
-    assert tree.tokens.shape == tree.parents.shape
-    assert tree.tokens.device.type == tree.parents.device.type == "meta"
-    assert calls == [tree.depth] * rows
-    assert tree.sizes is None
 
 
 @pytest.mark.parametrize(
@@ -349,25 +259,19 @@ def test_policies_that_stop_by_what_they_see_wait_once_a_test(
     assert len(seen) == waits
 
 
-def test_the_proposer_drafts_below_the_last_tokens_of_the_rows_that_go_on() -> None:
-    tables = [Table(row) for row in range(3)]
+def test_the_proposer_draws_by_the_rows_that_go_on() -> None:
+    """What else it does round after round is tests/test_rounds.py's matter."""
+    tables, policy = [Table(row) for row in range(2)], Chain(3, None, Sampling(1.0))
     drafting = Scripted(tables)
-    policy = Chain(3, None, Sampling(1.0))
     proposer = PolicyProposer(drafting, policy)
-    assert proposer.capture_layers == (1, 2)
     proposer.reset(1, [SeededDraws(0, 2)])
     proposer.admit(1, [SeededDraws(0, 0)])
-    drafting.tables = [tables[2], tables[0]]
-    features = torch.zeros(2, 4, 1)
-    proposer.observe(Committed(None, [[9, 8, 4], [7, 0]], features, [2, 1]))  # type: ignore[arg-type]
-    assert drafting.seen == [("reset", 1), ("admit", 1), ([[9, 8, 4], [7, 0]], features, [2, 1])]
-    tree, calls = proposer.propose()
-    assert calls == [3, 3]
-    assert tree.tokens[:, 0].tolist() == [4, 0]
+    proposer.observe(Committed(None, [[9, 8, 2], [7, 0]], torch.zeros(2, 2, 1), [2, 1]))  # type: ignore[arg-type]
+    assert drafting.seen[:2] == [("reset", 1), ("admit", 1)]
+    tree, _ = proposer.propose()
     proposer.keep([1])
     again, _ = proposer.propose()
-    assert again.tokens[:, 0].tolist() == [0]
     draws = SeededDraws(0, 0)  # of the row that was admitted
     for drawn in (tree.tokens[1], again.tokens[0]):
-        alone, _ = policy.grow(Scripted([tables[0]]), roots(1), [draws])
+        alone, _ = policy.grow(Scripted([tables[1]]), roots(1), [draws])
         assert torch.equal(alone.tokens[0], drawn)

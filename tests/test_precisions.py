@@ -9,10 +9,7 @@ import pytest
 from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.eval.measured import evaluation
 from draftsmith.eval.page import files, summary
-from draftsmith.eval.recorded.replay_contenders import recording_of
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from tests.compare_cases import also
 from tests.compare_cases import place as place
 from tests.report_cases import Page
 
@@ -75,13 +72,3 @@ def test_greedy_answers_of_coarse_precisions_are_reported_as_shares() -> None:
 
     assert "not all" not in told() and "defect" not in told(fast=0.75) and "fast (75% are)" in told(fast=0.75)
     assert "In fake int4, groups of 64 that is a defect" in told(fast=0.75, fake=0.5)
-
-
-def test_replay_reads_one_target(place: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(
-        str(place / "recipe.yaml"), [f"eval.out={tmp_path}", "eval.max_prompts=2", "eval.max_new_tokens=4"]
-    )
-    evaluation.evaluate_by_decoding(recipe, contenders_of(recipe), plan=False)
-    recipe = load_recipe(str(place / "recipe.yaml"), [f"eval.out={tmp_path}", also(quantization="int8")])
-    with pytest.raises(UserError, match=r"eval\.also\.0: quantization: replay reads one target"):
-        recording_of(recipe, contenders_of(recipe))

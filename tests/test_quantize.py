@@ -169,22 +169,21 @@ def test_what_cannot_be_quantised_is_refused_before_weights_are_read(
 def test_a_machine_without_kernels_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     config, layers = SimpleNamespace(model_type="llama"), nn.ModuleList([nn.Sequential(nn.Linear(64, 64))])
 
-    def refused(precision: QuantizationSection, device: str = "cpu") -> str:
+    def refused(message: str, precision: QuantizationSection, device: str = "cpu") -> None:
         quantize._check_kernel.cache_clear()
-        with pytest.raises(UserError) as raised:
+        with pytest.raises(UserError, match=message):
             check_quantization(precision, config, layers, device)
-        return str(raised.value)
 
-    assert "needs kernels for cuda:1" in refused(INT8, "cuda:1") and "GPTQ" in refused(INT4, "cuda:1")
+    refused("needs kernels for cuda:1.*GPTQ", INT8, "cuda:1")
     check_quantization(FAKE, config, layers, "cuda:1")
     with monkeypatch.context() as patch:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
         patch.setattr(quantize.platform, "machine", lambda: "x86_64")
-        assert "need AVX2 or AVX-512, and it finds neither" in refused(INT8)
+        refused("need AVX2 or AVX-512", INT8)
         check_quantization(FAKE, config, layers, "cpu")
     with monkeypatch.context() as patch:
         patch.setattr(Int4Linear, "product", lambda self, rows: rows.new_zeros(len(rows), self.out_features))
-        assert "gives wrong products on this machine" in refused(INT4)
+        refused("gives wrong products on this machine", INT4)
         patch.setattr(Int4Linear, "product", lambda self, rows: torch.ops.aten.no_such_kernel(rows))
-        assert f"torch {torch.__version__} has no kernel for this machine" in refused(INT4)
+        refused("has no kernel for this machine", INT4)
     quantize._check_kernel.cache_clear()

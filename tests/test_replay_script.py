@@ -13,8 +13,6 @@ import yaml
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.policies import PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
-from draftsmith.eval.measured import evaluation
-from draftsmith.eval.page.files import read_acceptance
 from draftsmith.eval.recorded.answers import RecordedAnswer, kept_for_validation
 from draftsmith.eval.recorded.replay import replay_all
 from draftsmith.models.chat import render_prompt, tokenizer_fingerprint
@@ -25,7 +23,7 @@ from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection, TreeSection
+from draftsmith.recipes.schema import TargetSection
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import greedy, pair_of, taught
 from tests.replay_cases import PROMPTS, SAME, conversation, policy, write_lines
@@ -85,30 +83,22 @@ def test_the_script_replays_what_it_decoded(
     measure("eval.mode=replay", f"eval.out={out}", "eval.replay_batch_size=3")
     said = capsys.readouterr().out
     assert (out / "acceptance.json").read_bytes() == before
-    decoded, replayed = lines_of(out / "generations.jsonl"), lines_of(out / "replay/generations.jsonl")
-    assert {line["contender"] for line in decoded} == {line["contender"] for line in replayed}
 
-    def rounds(lines: list[dict[str, Any]]) -> dict[Any, Any]:
-        same = (*SAME, "benchmark", "category", "text")
-        whose = ("contender", "conversation_id", "turn")
+    def rounds(path: Path) -> dict[Any, Any]:
+        same, whose = (*SAME, "benchmark", "category", "text"), ("contender", "conversation_id", "turn")
+        lines = lines_of(path / "generations.jsonl")
         return {tuple(line[key] for key in whose): {key: line[key] for key in same} for line in lines}
 
-    assert rounds(replayed) == rounds(decoded)
-    of_main = [line["accepted_per_round"] for line in decoded if "tree of 12" in line["contender"]]
-    assert sum(map(sum, of_main)) > 0
+    assert rounds(out / "replay") == rounds(out)
     mine, its = (json.loads((path / "acceptance.json").read_text()) for path in (out / "replay", out))
     assert mine["mode"] == "replay" and mine["temperature"] == temperature
     for name, row in its["contenders"].items():
-        for key in ("tau", "tau_interval", "accepted_histogram", "acceptance_by_position", "tree_nodes_per_round"):
+        for key in ("tau", "tau_interval", "accepted_histogram", "acceptance_by_position", "draft_calls_per_round"):
             assert mine["contenders"][name][key] == row[key]
-        assert mine["contenders"][name]["draft_calls_per_round"] == row["draft_calls_per_round"]
-        assert mine["contenders"][name]["tokens_per_second"] is None
-        assert mine["contenders"][name]["speedup"] is None and mine["contenders"][name]["speedup_interval"] is None
-        assert mine["contenders"][name]["matches_target"] is None
-    assert (out / "replay/report.html").exists()
-    tokens = sum(len(line["token_ids"]) for line in decoded if line["contender"] == "plain decoding")
+        for key in ("tokens_per_second", "speedup", "speedup_interval", "matches_target"):
+            assert mine["contenders"][name][key] is None
     if temperature == 0:
-        assert f"0 of {tokens} greedy tokens are not the target's likeliest" in said
+        assert re.search(r"0 of \d+ greedy tokens are not the target's likeliest", said)
     else:
         assert re.search(r"\d+ drawn tokens, [+-]0\.\d{3} nats each beyond its own", said)
 
@@ -139,18 +129,15 @@ def test_of_what_was_trained_on_the_kept_conversations_are_replayed(
     out = place / "run/trained"
     settings = (f"data.conversations={path}", "eval.mode=replay", f"eval.answers={path}", f"eval.out={out}")
     measure(*settings)
-    kept = "answers are taken from the 2 conversations that training keeps for validation"
-    assert f"note: {path} is what the recipe trains on: {kept}" in capsys.readouterr().out.replace("\n", "")
     ids = {line["conversation_id"] for line in lines_of(out / "replay/generations.jsonl")}
     assert ids == kept_for_validation(path, 64) and len(ids) == 2
-    assert kept in json.loads((out / "replay/acceptance.json").read_text())["recorded_answers"]["note"]
-    measure(*settings, "train.validation_conversations=0", "--plan")
-    said = capsys.readouterr().out
-    assert "has learnt these answers" in said and ": 22 answers, " in said
-    copy = write_lines(place / "trained/copy.jsonl", *lines_of(path))
-    measure(*settings, f"eval.answers={copy}", "--plan")
-    said = capsys.readouterr().out
-    assert "note" not in said and ": 22 answers, " in said
+    numbers = json.loads((out / "replay/acceptance.json").read_text())
+    assert "the 2 conversations that training keeps" in numbers["recorded_answers"]["note"]
+    capsys.readouterr()
+    for more, noted in (("train.validation_conversations=0", True), (f"data.conversations={place / 'others'}", False)):
+        measure(*settings, more, "--plan")
+        said = capsys.readouterr().out
+        assert ": 22 answers, " in said and ("has learnt these answers" in said) == noted
 
 
 def test_greedy_answers_are_greedy_whatever_else_is_set(place: Path, measure: Callable[..., None]) -> None:
@@ -171,36 +158,6 @@ def test_every_cache_is_gone_when_its_batch_is_done() -> None:
     proposers: dict[str, Proposer] = {"a": PolicyProposer(mine, policy("chain")), "b": PromptLookup(3, target.device)}
     replay_all(target, proposers, answers, 4, told=lambda _: told.append(list(mine.columns.lengths)))
     assert told == [[]] * 4
-
-
-@pytest.mark.slow
-def test_automatic_rows_replay_the_trees_that_decoding_chose(
-    place: Path, measure: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without such trees they are left out, as long as others are left."""
-    tree = {"policy": "svip", "svip": {"h": 0.45}, "draft_calls": 5}
-    monkeypatch.setattr(evaluation, "check_automatic", lambda *_: None)
-    monkeypatch.setattr(evaluation, "choose_tree", lambda *_: TreeSection.model_validate(tree))
-    monkeypatch.setattr(evaluation, "write_report", lambda *_: Path("report.html"))
-    out, chain = place / "run/automatic", {"name": "chain", "tree": {"policy": "chain"}}
-    also = [{"name": "beside", "tree": {"policy": "auto"}, "router": {}}, chain]
-    automatic = "eval.tree={policy: auto}", f"eval.also={json.dumps(also)}", f"eval.out={out}"
-    measure(*automatic, "eval.max_prompts=2", "eval.max_new_tokens=8")
-    capsys.readouterr()
-    measure("eval.mode=replay", *automatic)
-    assert "left out" not in capsys.readouterr().out
-    decoded, replayed = (read_acceptance(path / "acceptance.json")["contenders"] for path in (out, out / "replay"))
-    names = {"eagle3, auto: svip of up to 5", "beside: svip of up to 5", "chain", "plain decoding"}
-    assert decoded.keys() == replayed.keys() == names
-    for name, row in decoded.items():
-        for key in ("tree", "accepted_histogram", "draft_calls_per_round"):
-            assert replayed[name][key] == row[key]
-    (out / "acceptance.json").unlink()
-    measure("eval.mode=replay", *automatic, "--plan")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "note: left out: eval.also.0: policy auto needs speeds" in said and "replayed by chain memory" in said
-    with pytest.raises(UserError, match=r"eval\.tree: policy auto needs .* 'eagle3, auto': decode first, or name"):
-        measure("eval.mode=replay", *automatic, "eval.also=[]", "--plan")
 
 
 def test_answers_of_another_target_with_the_same_tokenizer_are_refused(

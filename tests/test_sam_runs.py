@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from draftsmith.data_gen import build_sam
-from draftsmith.eval import acceptance, plan
+from draftsmith.eval import acceptance
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.sam import StaticAutomaton
 from draftsmith.recipes.command.stages import stages_of
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
 from tests.compare_cases import also
@@ -102,44 +100,3 @@ def test_an_evaluation_tells_who_drafted_and_a_replay_agrees(place: Path, corpus
     html = (out / "report.html").read_text()
     by = "drafted by drafter and sam static" if mode == "fused" else "drafted by sam static"
     assert "Who drafted it" in Page(html).text and by in html
-
-
-@pytest.mark.slow
-def test_sam_is_the_recipe_s_own_row_without_a_drafter(place: Path, corpus: Path) -> None:
-    """As under eval.also, with the same default tree; neither a drafter nor its training is needed."""
-    out = place / "own"
-    settings = [
-        *(f"eval.out={out}", "eval.proposer=sam", f"eval.sam.static={corpus}", "eval.drafter=null"),
-        also(name="other row", proposer="sam", sam={"static": str(corpus)}),
-    ]
-    lean = {"output_dir": str(place / "run"), "target": yaml.safe_load((place / "recipe.yaml").read_text())["target"]}
-    lean["eval"] = {"prompts": str(place / "prompts.jsonl"), "max_prompts": 2, "max_new_tokens": 20}
-    (place / "lean.yaml").write_text(yaml.safe_dump(lean))
-    assert stages_of(load_recipe(place / "lean.yaml", settings)) == ["build-sam", "evaluate"]
-    run_main(acceptance, place / "lean.yaml", *settings)
-    rows = json.loads((out / "acceptance.json").read_text())["contenders"]
-    plain, own, other = rows.values()
-    assert list(rows)[1] == "sam, dynamic and static, tree of 60" and own["drafter"] is None
-    assert own["tree"] == other["tree"] and own["accepted_histogram"] == other["accepted_histogram"]
-    assert own["matches_target"] is True and own["rounds"] < plain["rounds"]
-    run_main(acceptance, place / "lean.yaml", *settings[:3], "--plan", "--compare", "lone: eval.sam.alpha=1")
-    for planner in ("eval.tree={policy: auto}", "eval.router={}"):
-        assert "eval" in refused(acceptance, place / "lean.yaml", *settings, planner)
-    assert "sam has no drafter" in refused(plan, place / "lean.yaml", *settings)
-
-
-@pytest.mark.slow
-def test_a_planner_plans_the_drafter_beside_sam(
-    place: Path, answers: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = [f"eval.router={{static: {corpus}}}", f"eval.out={place / 'planned'}"]
-    trees = "eval.planner.candidates=[{policy: chain, nodes: 3}]"
-    run_main(plan, place / "recipe.yaml", *settings, trees, f"eval.planner.answers={answers}")
-    assert json.loads((place / "planned/plan.json").read_text())["candidates"][0]["tree"]["policy"] == "chain"
-    assert "as if it drafted alone" in capsys.readouterr().out
-
-
-def refused(*arguments: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        run_main(*arguments)
-    return "\n".join(caught.value.problems)

@@ -100,19 +100,6 @@ def test_the_page_s_example_runs_and_is_token_identical(
     assert names["speculator"].token_identical
 
 
-@pytest.mark.slow
-def test_the_page_s_target_answers_in_its_own_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shipped target, named and loaded as there: by its path from the root, and without a dtype."""
-    monkeypatch.chdir(DEMO.parents[1])
-    assert (DEMO / "model.safetensors").exists()
-    drafter = save_untrained(tmp_path / "drafter", Path("recipes/demo_target"))
-    speculator = Speculator.load("recipes/demo_target", drafter)
-    assert speculator.target.dtype == torch.bfloat16
-    answer = speculator.answer("Write the function `dedent(text)` of `textwrap`.", max_new_tokens=8)
-    assert 1 <= len(answer.generation.token_ids) <= 8
-    assert answer.text == decode_answer(speculator.tokenizer, answer.generation.token_ids)
-
-
 ASSISTANT = {"role": "assistant", "content": "x"}
 REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("auto .* `draftsmith plan`", [{"tree": TreeSection(policy="auto")}]),

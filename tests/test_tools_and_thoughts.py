@@ -128,9 +128,7 @@ AS_TEXT = {"messages": json.dumps(OPENAI["messages"]), "tools": [json.dumps(TOOL
 FORMS = {"openai": OPENAI, "sharegpt": SHAREGPT, "as text": AS_TEXT}
 
 
-@pytest.mark.parametrize(
-    ("form", "parquet"), [("openai", 0), ("openai", 1), ("sharegpt", 0), ("as text", 1)]
-)
+@pytest.mark.parametrize(("form", "parquet"), [("openai", 0), ("openai", 1), ("sharegpt", 0), ("as text", 1)])
 def test_tool_calls_are_supervised_as_the_template_writes_them(tmp_path: Path, form: str, parquet: bool) -> None:
     tokenizer = tokenizer_with(EVERYTHING)
     if parquet:
@@ -165,24 +163,6 @@ def test_regeneration_keeps_calls_and_results_and_asks_behind_them(tmp_path: Pat
     # What regenerate wrote is read again as prompts.
     (again,) = read_conversations(str(tmp_path / "r.jsonl"), Rejects())
     assert again.messages[:3] == record["messages"][:3] and again.meta == record["meta"]
-
-
-def test_parquet_fills_no_keys_into_tools_and_arguments(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    def record(name: str, key: str) -> dict[str, Any]:
-        schema = {"name": name, "parameters": {"type": "object", "properties": {key: {"type": "string"}}}}
-        call = {"type": "function", "function": {"name": name, "arguments": {key: "x"}}}
-        messages = [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "y"}]
-        return {"messages": messages, "tools": [{"type": "function", "function": schema}]}
-
-    records = [record("f", "a"), record("g", "b")]
-    path = str(tmp_path / "p.parquet")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    found = list(read_conversations(path, Rejects()))
-    assert [conversation.messages for conversation in found] == [record["messages"] for record in records]
-    assert [conversation.meta["tools"] for conversation in found] == [record["tools"] for record in records]
 
 
 # Thoughts.

@@ -1,12 +1,8 @@
 """Replay while training: tau at every checkpoint, what a kill leaves of it, and what cannot be replayed."""
 
-import itertools
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +15,6 @@ from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import load_drafter, target_identity
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.target import Target, load_causal_lm
-from draftsmith.models.vocab import save_token_counts
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
@@ -101,39 +95,3 @@ def test_a_kill_between_checkpoint_and_replay_loses_neither(
         assert metrics(killed) == metrics(whole)
     mine, expected = (load_file(d / "drafter/model.safetensors") for d in (killed, whole))
     assert all(torch.equal(mine[name], expected[name]) for name in expected)
-
-
-@pytest.mark.slow
-def test_sigterm_does_not_wait_for_a_replay(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes in the step whose checkpoint a replay would follow: the next start catches up on that."""
-    expected = metrics(train(recipe_path, *REPLAY))
-    output = recipe_path.parent / "stopped"
-    shutil.copytree(
-        recipe_path.parent / "run",
-        output,
-        ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"),
-    )
-    steps, step = itertools.count(1), torch.optim.AdamW.step
-
-    def step_and_stop(self: torch.optim.AdamW, *arguments: Any) -> Any:
-        if next(steps) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, *arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.optim.AdamW, "step", step_and_stop)
-        patched.setattr(Loop, "replayed", lambda _: pytest.fail("it waited"))
-        train(recipe_path, *REPLAY, f"output_dir={output}")
-    assert [line["step"] for line in metrics(output)] == [1, 2]
-    train(recipe_path, *REPLAY, f"output_dir={output}")
-    assert metrics(output) == expected
-
-
-def test_replay_drafts_from_a_cut_vocabulary(recipe_path: Path) -> None:
-    output = recipe_path.parent / "run"
-    counts = torch.zeros(320, dtype=torch.long)
-    counts[torch.arange(0, 320, 2)] = torch.arange(160).flip(0) + 1
-    save_token_counts(output / "token_counts.safetensors", counts, tokenizer_fingerprint(make_tokenizer()), [4])
-    train(recipe_path, *REPLAY, "eval.tree.vocab_size=7")
-    with pytest.raises(UserError, match=r"eval\.tree\.vocab_size: 200 is more than the 160 tokens"):
-        train(recipe_path, *REPLAY, "eval.tree.vocab_size=200")
