@@ -12,6 +12,8 @@ from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests import shared
+
 # Models this small are faster on one thread, and tests side by side do not wait for each other; children inherit it.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -83,6 +85,14 @@ def make_target(family: str = "llama", num_layers: int = 7, seed: int = 0, **ove
 def hub_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a network `recipes.files.hub` goes offline, for the rest of a process: here for the rest of a test."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where xdist's workers share what they build, each worker's own folders beside it."""
+    base = tmp_path_factory.getbasetemp()
+    shared.folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    shared.folder.mkdir(exist_ok=True)
 
 
 @pytest.fixture(scope="session")

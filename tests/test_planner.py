@@ -23,75 +23,49 @@ from draftsmith.eval.recorded.answers import RecordedAnswer, Recording
 from draftsmith.eval.recorded.replay import replay_all
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
-from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import GREEDY
-from draftsmith.models.target import Target
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection, TreeSection
 from tests.pairs import PROMPTS, greedy, pair_of
-from tests.planner_cases import KINDS, proposer_of, tree_of
+from tests.planner_cases import KINDS, tree_of
 from tests.planner_cases import doubter as doubter
-from tests.report_cases import make_recipe
 from tests.training_runs import run_main
-
-BUDGET = 40
-
 
 # What is chosen, by costs that are made up and real rounds.
 
 
-def recorded(target: Target) -> list[RecordedAnswer]:
-    return [
-        RecordedAnswer(prompt, greedy(target, prompt, BUDGET), GREEDY, conversation_id=str(i))
-        for i, prompt in enumerate(PROMPTS)
-    ]
-
-
 def linear_costs(trees: Sequence[TreeSection], node: float, call: float) -> Costs:
     """A forward over n nodes takes 1 + node * (n - 1) seconds, a draft call `call`."""
-    nodes = Curve(((1.0, 1.0), (101.0, 1 + node * 100)))
-    free = Curve(((1.0, 0.0), (101.0, 0.0)))
+    nodes, free = Curve(((1.0, 1.0), (101.0, 1 + node * 100))), Curve(((1.0, 0.0), (101.0, 0.0)))
+    verify, rest = (dict.fromkeys(("chain", "tree"), each) for each in (nodes, free))
     calls = Curve(((1.0, call), (101.0, call * 101)))
-    both = ("chain", "tree")
-    return Costs(
-        plain=1.0,
-        verify=dict.fromkeys(both, nodes),
-        rest=dict.fromkeys(both, free),
-        draft={family(tree): calls for tree in trees},
-        prompt=0.0,
-        context=10,
-    )
+    return Costs(1.0, verify, rest, {family(tree): calls for tree in trees}, prompt=0.0, context=10)
 
 
-@pytest.fixture(scope="module")
-def replayed() -> tuple[list[Contender], dict[str, list[Generation]], list[RecordedAnswer]]:
-    """Chains and trees, and their rounds along the answers of a pair that knows them by heart."""
-    target, drafter = pair_of("llama", None)
-    trees = [tree_of(policy="chain", nodes=3), tree_of(policy="eagle2", nodes=16, draft_calls=4, top_k=4)]
+@pytest.mark.parametrize(("node", "call", "gains"), [(20.0, 1.0, False), (0.0, 0.0, True)])
+def test_plain_decoding_wins_where_nothing_beats_it(
+    node: float, call: float, gains: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trees = [tree_of(policy="chain", nodes=5), tree_of(policy="chain", nodes=3)]
     contenders = named([Contender("", "drafter", tree, "test", "eagle3") for tree in trees])
-    answers = recorded(target)
-    proposers: dict[str, Proposer] = {c.name: proposer_of(target, drafter, c.tree) for c in contenders}
-    return contenders, replay_all(target, proposers, answers, 4), answers
-
-
-def plan_of(replayed: Any, node: float, call: float) -> Plan:
-    contenders, rounds, answers = replayed
-    costs = linear_costs([c.tree for c in contenders], node, call)
-    return Plan(costs, ranked(costs, contenders, rounds, answers, 100, 0), Recording(Path("x")), answers, "all")
-
-
-def test_plain_decoding_wins_where_nothing_beats_it(replayed: Any, capsys: pytest.CaptureFixture) -> None:
-    dear = plan_of(replayed, node=20.0, call=1.0)
-    assert dear.rows[0].speedup < 1
-    assert dear.best is None
-    print_choice(dear)
-    assert "Nothing is expected to beat plain decoding" in capsys.readouterr().out
-    fine = plan_of(replayed, node=0.0, call=0.0)
-    assert fine.best is fine.rows[0]
-    print_choice(fine)
+    answers = [RecordedAnswer([1, 2], [*range(9)], GREEDY, conversation_id=str(i)) for i in range(3)]
+    rounds = {
+        contender.name: [
+            Generation([1, 2], [*range(9)], [most - 1] * (8 // most), False, tree_nodes=[most] * 9, draft_calls=[1] * 9)
+            for _ in answers
+        ]
+        for contender, most in zip(contenders, (4, 2), strict=True)
+    }
+    costs = linear_costs(trees, node, call)
+    rows = ranked(costs, contenders, rounds, answers, 100, 0)
+    plan = Plan(costs, rows, Recording(Path("x")), answers, "all")
+    print_choice(plan)
     said = capsys.readouterr().out
-    assert said.startswith("Fastest: ")
-    assert tree_of(**yaml.safe_load(said.partition("In the recipe:")[2])["eval"]["tree"]) == fine.rows[0].tree
+    if gains:
+        assert plan.best is rows[0] and rows[0].tree == trees[0] and said.startswith("Fastest: ")
+        assert tree_of(**yaml.safe_load(said.partition("In the recipe:")[2])["eval"]["tree"]) == trees[0]
+    else:
+        assert plan.best is None and rows[0].speedup < 1 and "Nothing is expected to beat plain" in said
 
 
 # Candidates and recipes.
@@ -109,15 +83,6 @@ def test_a_line_of_a_recipe_means_the_tree() -> None:
         cut = tree.model_copy(update={"vocab_size": 40})
         assert tree_of(**recipe_keys(tree)) == tree and tree_of(**recipe_keys(cut)) == cut
         assert tree_of(**recipe_keys(tree_of(**tree.model_dump()))) == tree  # a resolved recipe names every key
-
-
-def test_candidates_share_the_vocabulary_of_auto(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, tree={"policy": "auto", "vocab_size": 40})
-    assert {tree.vocab_size for tree in candidates_of(recipe)} == {40}
-    named_one = [{"policy": "chain"}, {"policy": "chain", "vocab_size": 9}]
-    recipe = make_recipe(tmp_path, tree={"policy": "auto", "vocab_size": 40}, planner={"candidates": named_one})
-    assert [tree.vocab_size for tree in candidates_of(recipe)] == [40, 9]
-    assert {tree.vocab_size for tree in candidates_of(make_recipe(tmp_path))} == {None}
 
 
 # Recorded answers, and the script.
@@ -236,12 +201,9 @@ def test_the_slow_are_dropped_as_far_as_there_is_time(
     assert [len(row.rounds) for row in hasty.rows] == [2, 2, 2] and len(hasty.answers) == 2  # a first look is taken
 
 
-def test_what_was_measured_serves_again(
-    recipe_path: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, quick: None
-) -> None:
+def test_what_was_measured_serves_again(recipe_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
     lineup = Lineup(load_recipe(recipe_path).target)
     one = planned(recipe_path, lineup)
-    assert (run_dir / "planner_costs.json").exists()
     monkeypatch.setattr(measuring, "timed_rounds", lambda *_: pytest.fail("measured again"))
     again = planned(recipe_path, lineup)
     assert again.costs == one.costs

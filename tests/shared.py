@@ -1,0 +1,19 @@
+"""Files that take seconds to make, made once for all workers of a test run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+folder: Path  # of the run, in which no test writes; conftest.py sets it
+
+
+def built(name: str, build: Callable[[Path], object]) -> Path:
+    """The file of that name, which `build` writes for whoever asks first."""
+    path = folder / name
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            build(partial)
+            partial.rename(path)
+    return path
