@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from draftsmith.models.c2t import C2tClassifier, C2tConfig, entropy, node_features, read_c2t_config
 from draftsmith.recipes.errors import UserError
@@ -53,36 +52,24 @@ def test_a_classifier_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert not any(parameter.requires_grad for parameter in again.parameters())
 
 
-def change_config(directory: Path, **changes: Any) -> None:
+def changed(directory: Path, **changes: Any) -> None:
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | changes))
-
-
-def change_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors")
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda d: (d / "config.json").unlink(), "config.json is missing"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "not the weights that config.json .* describes"),
-    "cut weights": (lambda d: (d / "model.safetensors").write_bytes(b"12345678"), "not the weights that config.json"),
     "no json": (lambda d: (d / "config.json").write_text("{"), "not a C2T classifier's: .*JSON"),
-    "a drafter": (lambda d: change_config(d, kind="eagle3"), "not a C2T classifier's: kind"),
-    "another width": (lambda d: change_config(d, hidden=47), "hidden: 47.*size mismatch for hidden.weight"),
-    "a huge width": (lambda d: change_config(d, hidden=1_000_000), "hidden: 1000000.*size mismatch"),
-    "no width": (lambda d: change_config(d, hidden="48"), "not a C2T classifier's: hidden: "),
-    "no M": (lambda d: change_config(d, entropy_over=0), "not a C2T classifier's: entropy_over: "),
-    "another key": (lambda d: change_config(d, layers=3), "not a C2T classifier's: layers: "),
-    "missing tensor": (lambda d: change_weights(d, lambda t: t.pop("output.bias")), "Missing key.*output.bias"),
+    "a drafter": (lambda d: changed(d, kind="eagle3"), "not a C2T classifier's: kind"),
+    "a huge width": (lambda d: changed(d, hidden=1_000_000), "hidden: 1000000.*size mismatch"),
+    "another key": (lambda d: changed(d, layers=3), "not a C2T classifier's: layers: "),
 }
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
 def test_damaged_classifiers_are_refused(damage: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
     C2tClassifier(C2tConfig()).save(tmp_path)
-    C2tClassifier.load(tmp_path)
     damage(tmp_path)
     with pytest.raises(UserError, match=message) as error:
         C2tClassifier.load(tmp_path)

@@ -41,7 +41,7 @@ def problems_of(recipe: Path, *compared: str, overrides: tuple[str, ...] = ()) -
     [
         ("  eval.tree.nodes=16   eval.tree.top_k=4 ", "", ["eval.tree.nodes=16", "eval.tree.top_k=4"]),
         ("a, b: c: eval.tree.nodes=9", "a, b: c", ["eval.tree.nodes=9"]),
-        ("x: eval.tree={policy: ddd, nodes: 5} eval.out=a b", "x", ["eval.tree={policy: ddd, nodes: 5}", "eval.out=a b"]),
+        ("x: eval.tree={nodes: 5, top_k: 3} eval.out=a b", "x", ["eval.tree={nodes: 5, top_k: 3}", "eval.out=a b"]),
         ("eval.tree.paths=[[0], [0, 0]] eval.out=x", "", ["eval.tree.paths=[[0], [0, 0]]", "eval.out=x"]),
     ],
 )  # fmt: skip
@@ -50,35 +50,28 @@ def test_a_set_of_overrides_is_split_where_a_key_begins(argument: str, name: str
 
 
 def test_one_contender_for_each_argument(place: Path) -> None:
-    recipe, found, notes = load_all(
+    recipe, found, (note,) = load_all(
         str(place / "recipe.yaml"),
         ["eval.max_prompts=2", "eval.also=[{name: lookup, proposer: prompt_lookup, tree: {policy: chain, nodes: 6}}]"],
         [
-            "eval.tree.nodes=8",
-            "deep: eval.tree={policy: ddd, nodes: 9} ",
-            str(place / "other.yaml"),
-            f"eval.drafter={place / 'other/drafter'}",
-            "eval.tree.vocab_size=16",
-            "eval.tree.nodes=8",
+            *("eval.tree.nodes=8", "deep: eval.tree={policy: ddd, nodes: 9} ", str(place / "other.yaml")),
+            *(f"eval.drafter={place / 'other/drafter'}", "eval.tree.vocab_size=16", "eval.tree.nodes=8"),
         ],
     )
     assert recipe.eval.max_prompts == 2
-    assert [(c.name, c.tree.policy, c.tree.most) for c in found] == [
-        (f"eagle3, tree of 12, {place / 'run/drafter'}", "eagle2", 12),
-        ("lookup", "chain", 6),
-        ("eagle3, tree of 8", "eagle2", 8),
-        ("deep", "ddd", 9),
-        ("eagle3, chain of 3", "chain", 4),
-        (f"eagle3, tree of 12, {place / 'other/drafter'}", "eagle2", 12),
-        ("eagle3, tree of 12, 16 tokens", "eagle2", 12),
-        ("eagle3, tree of 8 (2)", "eagle2", 8),  # the same again: how much does this machine waver?
+    assert [(c.name, c.tree.policy, c.tree.most, c.drafter and c.drafter.parent.name) for c in found] == [
+        (f"eagle3, tree of 12, {place / 'run/drafter'}", "eagle2", 12, "run"),
+        ("lookup", "chain", 6, None),
+        ("eagle3, tree of 8", "eagle2", 8, "run"),
+        ("deep", "ddd", 9, "run"),
+        ("eagle3, chain of 3", "chain", 4, "other"),
+        (f"eagle3, tree of 12, {place / 'other/drafter'}", "eagle2", 12, "other"),
+        ("eagle3, tree of 12, 16 tokens", "eagle2", 12, "run"),
+        ("eagle3, tree of 8 (2)", "eagle2", 8, "run"),  # the same again: how much does this machine waver?
     ]
-    folders = ["run", None, "run", "run", "other", "other", "run", "run"]
-    assert [c.drafter and c.drafter.parent.name for c in found] == folders
     # Single keys add to the recipe's, a section replaces it.
     assert found[2].tree.calls == 3 and found[3].tree.calls == 11
     assert found[6].token_counts == place / "run/token_counts.safetensors" and found[0].token_counts is None
-    (note,) = notes
     assert "other.yaml says eval.prompts None (here " in note and "eval.max_new_tokens 512 (here 24)" in note
 
 
@@ -214,34 +207,30 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
 # The folder and files of a run.
 
 
-def test_an_interrupted_run_leaves_the_older_one_whole(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_leaves_the_older_one_whole(place: Path, tmp_path: Path) -> None:
+    """New answers never lie beside older numbers, either: replay believes what these say about the answers."""
     arguments = [str(place / "recipe.yaml"), f"eval.out={tmp_path / 'out'}", "eval.max_prompts=1"]
-    run_main(acceptance, *arguments)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert set(before) == {".lock", "acceptance.json", "generations.jsonl", "report.html"}
+
+    def files() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    for owner, name, kept in ((evaluation, "how_made", True), (Lineup, "proposer", False)):
-        capsys.readouterr()
+    run_main(acceptance, *arguments)
+    before = files()
+    assert set(before) == {".lock", "acceptance.json", "generations.jsonl", "report.html"}
+    for owner, name in ((evaluation, "how_made"), (Lineup, "proposer"), (evaluation, "write_acceptance")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, interrupted)
             run_main(acceptance, *arguments, "eval.tree.nodes=4")
-        left = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-        assert bool(left.pop("generations.jsonl.partial", None)) == kept
-        assert left == before, name
-        assert ("answers decoded so far" in capsys.readouterr().err) == kept
+        left = files()
+        partial = left.pop("generations.jsonl.partial", None)
         (tmp_path / "out/generations.jsonl.partial").unlink(missing_ok=True)
-
-    # New answers never lie beside older numbers: replay believes what these say about the answers.
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(evaluation, "write_acceptance", interrupted)
-        run_main(acceptance, *arguments, "eval.tree.nodes=4")
-    assert (tmp_path / "out/generations.jsonl").read_bytes() != before["generations.jsonl"]
-    assert not (tmp_path / "out/acceptance.json").exists()
+        if name == "write_acceptance":
+            assert left["generations.jsonl"] != before["generations.jsonl"] and "acceptance.json" not in left
+        else:
+            assert left == before and (partial is not None) == (name == "how_made")
 
 
 @pytest.mark.parametrize("mode", ["decode", "replay"])

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ from tests.training_runs import run_main
 
 def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = {"policy": "chain", "nodes": 4}
-    small = {"model": str(place / "small")}
-    lm = {"proposer": "causal_lm", "draft_model": small, "tree": chain}
+    lm = {"proposer": "causal_lm", "draft_model": {"model": str(place / "small")}, "tree": chain}
     others = [
         {"name": "lookup", "proposer": "prompt_lookup", "tree": chain},
         {"name": "lm"} | lm,
@@ -39,29 +37,22 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
     recipe, found, _ = load_all(
         str(place / "recipe.yaml"),
         ["eval.also=" + json.dumps(others)],
-        ["cut: eval.tree.vocab_size=16", str(place / "other.yaml"), f"b: eval.drafter={place / 'other/drafter'}"],
+        ["cut: eval.tree.vocab_size=16", f"b: eval.drafter={place / 'other/drafter'}"],
     )
     check_contenders(recipe, found)
     loads: list[str] = []
-
-    def logged(name: str, load: Any, *given: Any, **also: Any) -> Any:
-        loads.append(name)
-        return load(*given, **also)
-
     for name in ("loaded_target", "load_drafter", "load_draft_model"):
-        monkeypatch.setattr(contenders, name, partial(logged, name, getattr(contenders, name)))
+        load = getattr(contenders, name)
+        monkeypatch.setattr(contenders, name, lambda *g, n=name, f=load, **m: (loads.append(n), f(*g, **m))[1])
     lineup = Lineup(recipe.target)
-    proposers = {c.name: lineup.proposer(c) for c in found}
+    layers = {c.name: tuple(lineup.proposer(c).capture_layers) for c in found}
     assert loads == ["loaded_target", "load_drafter", "load_draft_model", "load_drafter"]
     main = found[0].name
-    assert {name: tuple(p.capture_layers) for name, p in proposers.items()} == {
-        **{main: (2, 3, 4), "lookup": (), "lm": (), "lm cut": (), "cut": (2, 3, 4)},
-        **{"eagle3, chain of 3": (1, 5), "b": (1, 5)},
-    }
-    sizes = {c.name: lineup.drafting(c).vocab.size for c in found if c.proposer != "prompt_lookup"}
-    assert (sizes[main], sizes["cut"], sizes["lm"], sizes["lm cut"]) == (60, 16, 320, 50)
+    assert layers == {main: (2, 3, 4), "lookup": (), "lm": (), "lm cut": (), "cut": (2, 3, 4), "b": (1, 5)}
+    vocabularies = {c.name: lineup.drafting(c).vocab for c in found if c.proposer != "prompt_lookup"}
+    assert [vocabularies[name].size for name in (main, "cut", "lm", "lm cut")] == [60, 16, 320, 50]
     # The 16 most frequent of the drafter's tokens 3 to 62, where lower ids were counted more often.
-    assert lineup.drafting(next(c for c in found if c.name == "cut")).vocab.target_ids.tolist() == list(range(3, 19))
+    assert vocabularies["cut"].target_ids.tolist() == list(range(3, 19))
 
 
 @pytest.mark.slow

@@ -46,10 +46,7 @@ from draftsmith.recipes.schema import TreeSection
 from tests import reference
 from tests.clock import Clock
 from tests.conftest import make_target
-from tests.pairs import PROMPTS, pair_of
-from tests.planner_cases import CHAIN, KINDS, proposer_of, tree_of
-from tests.planner_cases import doubter as doubter
-from tests.thinning import a_few
+from tests.planner_cases import CHAIN, KINDS, tree_of
 
 
 def test_costs_are_medians_and_straight_lines_between_them() -> None:
@@ -137,67 +134,31 @@ def test_probes_cover_every_round_that_candidates_may_lead_to(kinds: list[int]) 
     assert len(probes) == len({probe.model_dump_json() for probe in probes})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", a_few([{"policy": "chain", "nodes": 5}, *KINDS[1:7], *KINDS[8:10]], KINDS[3], KINDS[8]), ids=str
-)
-def test_probes_never_stop_early(kind: dict[str, Any], doubter: Path) -> None:
-    target, drafter = pair_of("llama", None)
-    tree = tree_of(**kind)
-    strict = tree.model_copy(
-        update={
-            "svip": tree.svip.model_copy(update={"h": 1e-6}),
-            "ddd": tree.ddd.model_copy(update={"threshold": 0.0}),
-            "c2t": tree.c2t.model_copy(update={"classifier": str(doubter), "beta": 1.0}),
-        }
-    )
-    for probe in probe_trees([strict]).values():
-        rounds = list(timed_rounds(target, proposer_of(target, drafter, probe), [PROMPTS[0]]))
-        assert [r.number for r in rounds] == list(range(ROUNDS))
-        assert {r.calls for r in rounds} == {probe.calls}
-        assert {r.nodes for r in rounds} == {probe.most}
-
-
-class SlowProposer:
+class Clocked:
     """A root and a child: 2 s to read what was committed, 5 more for a prompt, 50 more until it has settled; 3 s for
-    drafting."""
+    drafting. `pace` 0: no time at all."""
 
     capture_layers = ()
 
-    def __init__(self, clock: Clock):
-        self.clock = clock
+    def __init__(self, clock: Clock, pace: float = 1) -> None:
+        self.clock, self.pace = clock, pace
 
     def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
         self.rows, self.reads, self.rounds = rows, 7.0, 0
 
-    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        raise AssertionError("no answer begins while costs are measured")
+    def changed(self, *_: object) -> None:
+        raise AssertionError("no answer begins, ends or is rolled back while costs are measured")
 
-    def keep(self, rows: Sequence[int]) -> None:
-        raise AssertionError("no answer ends while costs are measured")
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        raise AssertionError("nothing is rolled back here")
+    admit = keep = rollback = changed
 
     def observe(self, committed: Committed) -> None:
-        self.clock.now += self.reads
-        self.clock.now += 50 * (0 < self.rounds < SETTLING)
+        self.clock.now += self.pace * (self.reads + 50 * (0 < self.rounds < SETTLING))
         self.reads = 2.0
         self.rounds += 1
         self.roots = [tokens[-1] for tokens in committed.tokens]
 
     def propose(self) -> tuple[DraftTree, list[int]]:
-        self.clock.now += 3
-        return DraftTree.chains([[root, 0] for root in self.roots], torch.device("cpu")), [1] * self.rows
-
-
-class QuickProposer(SlowProposer):
-    """Takes no time."""
-
-    def observe(self, committed: Committed) -> None:
-        self.roots = [tokens[-1] for tokens in committed.tokens]
-
-    def propose(self) -> tuple[DraftTree, list[int]]:
+        self.clock.now += 3 * self.pace
         return DraftTree.chains([[root, 0] for root in self.roots], torch.device("cpu")), [1] * self.rows
 
 
@@ -219,7 +180,7 @@ def test_each_second_is_charged_where_it_passes(rows: int, sampling: Sampling, m
     monkeypatch.setattr(TargetSession, "verify", slow_verify)
     monkeypatch.setattr(TargetSession, "commit", slow_commit)
     tree = tree_of(policy="chain", nodes=2)
-    costs = measure_costs(target, lambda tree: SlowProposer(clock), [tree], [[11, 12, 13, 14]], 3, sampling, rows)
+    costs = measure_costs(target, lambda tree: Clocked(clock), [tree], [[11, 12, 13, 14]], 3, sampling, rows)
     assert (costs.plain, costs.busy) == (11, False)
     assert costs.verify["chain"].points == ((1.0, 10.0), (2.0, 20.0))
     assert costs.rest["chain"].points == ((1.0, 1.0), (2.0, 1.0))
@@ -248,7 +209,7 @@ def test_slow_passes_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TargetSession, "verify", slow_verify)
     monkeypatch.setattr(measuring, "timed_rounds", slower)
     tree = tree_of(policy="chain", nodes=2)
-    costs = measure_costs(target, lambda tree: QuickProposer(clock), [tree], [[11, 12, 13]], 3)
+    costs = measure_costs(target, lambda tree: Clocked(clock, 0), [tree], [[11, 12, 13]], 3)
     assert costs.plain == 10 and costs.verify["chain"].points == ((1.0, 10.0), (2.0, 20.0))
     assert costs.busy  # it is told all the same
 
@@ -265,7 +226,7 @@ def test_what_was_measured_here_is_not_measured_again(tmp_path: Path, monkeypatc
     def measured(known: dict[str, Parts], *nodes: int, **settings: Any) -> Costs:
         timed.clear()
         trees = [tree_of(policy="chain", nodes=n) for n in nodes]
-        return measure_costs(target, lambda _: QuickProposer(clock), trees, [[11, 12, 13]], 3, known=known, **settings)
+        return measure_costs(target, lambda _: Clocked(clock, 0), trees, [[11, 12, 13]], 3, known=known, **settings)
 
     monkeypatch.setattr(measuring, "timed_rounds", rounds)
     path, known = tmp_path / "costs.json", dict[str, Parts]()

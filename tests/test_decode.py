@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.eval.decoding import decode as decode_module
 from draftsmith.eval.decoding.accept import GreedyAcceptance
-from draftsmith.eval.decoding.decode import Clock, Request, count_kept
+from draftsmith.eval.decoding.decode import Clock, Request
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
+from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target
 from draftsmith.models.target_session import TargetSession
 from draftsmith.models.vocab import DraftVocab
@@ -247,15 +247,6 @@ def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch:
         assert answer.draft_seconds == 0  # a root alone is no draft: making it is the loop's own work
 
 
-def test_what_cannot_be_decoded_is_said_at_once() -> None:
-    """Besides what tests/test_lossless.py has of single requests."""
-    target = Target(make_target())
-    with pytest.raises(ValueError, match="needs prompts"):
-        decode_batch(target, None, [], {4}, 5)
-    with pytest.raises(ValueError, match="1 sets of draws for 2 prompts"):
-        decode_batch(target, None, [[1], [2]], {4}, 5, Sampling(1.0), [SeededDraws(0, 0)])
-
-
 @pytest.mark.parametrize(("tree", "rows"), [("chain", 1), ("static", 3), ("eagle2", 3)])
 def test_a_round_waits_for_the_device_once(rows: int, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its one wait is the list of accepted tokens (`tolist`, which is counted by itself)."""
@@ -277,14 +268,6 @@ def test_a_round_waits_for_the_device_once(rows: int, tree: str, monkeypatch: py
     rounds = max(answer.rounds for answer in answers)
     assert lists == rounds + 1  # the prefill's token, too
     assert waits.seen == []
-
-
-@pytest.mark.parametrize(
-    ("tokens", "budget", "kept"),
-    [([1, 2, 3], 9, 3), ([1, 9, 3], 9, 2), ([9], 5, 1), ([1, 2, 3], 2, 2), ([1, 2, 9], 2, 2), ([1, 9, 9], 3, 2)],
-)
-def test_cut(tokens: list[int], budget: int, kept: int) -> None:
-    assert count_kept(tokens, {9}, budget) == kept
 
 
 TREES: st.SearchStrategy[Nodes] = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 5)), max_size=13).map(

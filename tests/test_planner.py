@@ -21,14 +21,11 @@ from draftsmith.eval.planner.measuring import SETTLING
 from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, candidates_of, ranked
 from draftsmith.eval.recorded.answers import RecordedAnswer, Recording
 from draftsmith.eval.recorded.replay import replay_all
-from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.sampling import GREEDY
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection, TreeSection
-from tests.pairs import PROMPTS, greedy, pair_of
+from tests.c2t_cases import place as place
 from tests.planner_cases import KINDS, tree_of
-from tests.planner_cases import doubter as doubter
 from tests.training_runs import run_main
 
 # What is chosen, by costs that are made up and real rounds.
@@ -88,48 +85,16 @@ def test_a_line_of_a_recipe_means_the_tree() -> None:
 # Recorded answers, and the script.
 
 
-@pytest.fixture(scope="module")
-def run_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run as training leaves it: a drafter, and regenerated conversations of the target, most of them one turn."""
-    folder = tmp_path_factory.mktemp("run")
-    section = TargetSection(model=str(target_dir), dtype="float32", device="cpu")
-    target, drafter = pair_of("llama", None)
-    fingerprint = tokenizer_fingerprint(load_tokenizer(section))
-    identity = target_identity(target, section.model, None, fingerprint)
-    save_drafter(folder / "drafter", drafter, identity, "", {})
-    generator = {"tokenizer_fingerprint": fingerprint, "embedding_digest": identity["embedding_digest"]}
-    lines = []
-    for i, prompt in enumerate(PROMPTS * 5):
-        answer = greedy(target, [*prompt, 11 + i], 12 + i % 5)
-        turns = [{"prompt_token_ids": [*prompt, 11 + i], "output_token_ids": answer}]
-        messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
-        lines.append({"id": f"c{i}", "messages": messages, "turns": turns, "generator": generator | {"temperature": 0}})
-    (folder / "conversations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    prompts = [{"id": f"q{i}", "messages": [{"role": "user", "content": f"the cat {i}"}]} for i in range(3)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
-    return folder
-
-
 @pytest.fixture
-def recipe_path(run_dir: Path, target_dir: Path, tmp_path: Path) -> Path:
-    recipe = {
-        "output_dir": str(run_dir),
-        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
-        "eval": {
-            "prompts": str(run_dir / "prompts.jsonl"),
-            "max_new_tokens": 12,
-            "out": str(tmp_path / "out"),
-            "bootstrap_samples": 100,
-            "planner": {
-                "max_answers": 4,
-                "candidates": [
-                    {"policy": "chain", "nodes": 3},
-                    {"policy": "eagle2", "nodes": 8, "draft_calls": 3, "top_k": 4},
-                    {"policy": "svip", "draft_calls": 4},
-                ],
-            },
-        },
-    }
+def recipe_path(place: Path, tmp_path: Path) -> Path:
+    """Over a taught drafter and recorded answers, of which the planner takes four."""
+    recipe = yaml.safe_load((place / "recipe.yaml").read_text())
+    candidates = [{"policy": "chain", "nodes": 3}, {"nodes": 8, "draft_calls": 3, "top_k": 4}]
+    candidates += [{"policy": "svip", "draft_calls": 4}]
+    planner = {"answers": str(place / "answers.jsonl"), "max_answers": 4, "candidates": candidates}
+    recipe["eval"] = {"max_new_tokens": 12, "out": str(tmp_path / "out"), "bootstrap_samples": 100, "planner": planner}
+    recipe["eval"]["prompts"] = str(tmp_path / "prompts.jsonl")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "the dog"}\n')
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     return path
@@ -178,11 +143,11 @@ def planned(recipe_path: Path, lineup: Lineup, *settings: str) -> Plan:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     """Few timed rounds on a machine that is never busy, and nothing known yet."""
     monkeypatch.setattr(measuring, "ROUNDS", SETTLING + 1)
     monkeypatch.setattr(cost_model, "BUSY", float("inf"))
-    (run_dir / "planner_costs.json").unlink(missing_ok=True)
+    (place / "run/planner_costs.json").unlink(missing_ok=True)
 
 
 def test_the_slow_are_dropped_as_far_as_there_is_time(
@@ -213,15 +178,15 @@ def test_what_was_measured_serves_again(recipe_path: Path, monkeypatch: pytest.M
 @pytest.mark.slow
 def test_dropping_the_slow_costs_no_speed(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice is within 2 % of the best of all candidates along all answers, whatever nodes and calls cost."""
-    monkeypatch.setattr(planner, "LOOK", 4)
+    monkeypatch.setattr(planner, "LOOK", 3)
     monkeypatch.setattr(planner, "SHOWN_ROWS", 1)
     candidates = [{"policy": "chain", "nodes": n} for n in (2, 3, 5, 9)] + [{"policy": "svip", "draft_calls": 6}]
     candidates += [{"nodes": n, "draft_calls": d, "top_k": 4} for n, d in itertools.product((8, 24), (3, 5))]
-    settings = "eval.planner.max_answers=16", f"eval.planner.candidates={json.dumps(candidates)}"
+    settings = "eval.planner.max_answers=8", f"eval.planner.candidates={json.dumps(candidates)}"
     recipe, lineup = load_recipe(recipe_path, settings), Lineup(load_recipe(recipe_path).target)
     contenders, recording, answers = planner.prepared(recipe, main_contender(recipe), candidates_of(recipe))
     proposers = {contender.name: lineup.proposer(contender) for contender in contenders}
-    known = replay_all(lineup.target, proposers, answers, 16)
+    known = replay_all(lineup.target, proposers, answers, 8)
     place = {id(answer): i for i, answer in enumerate(answers)}
 
     def replayed_before(target: Any, proposers: Any, answers: Any, *rest: Any) -> dict[str, list[Generation]]:
@@ -235,6 +200,6 @@ def test_dropping_the_slow_costs_no_speed(recipe_path: Path, monkeypatch: pytest
         plan = planner.make_plan(lineup, recipe, contenders, recording, answers)
         everyone = ranked(costs, contenders, known, answers, 100, 0)
         chosen = next(row for row in everyone if row.name == plan.rows[0].name)
-        assert len(plan.answers) == 16 and chosen.speedup >= 0.98 * everyone[0].speedup
-        dropped += sum(len(row.rounds) < 16 for row in plan.rows)
+        assert len(plan.answers) == 8 and chosen.speedup >= 0.98 * everyone[0].speedup
+        dropped += sum(len(row.rounds) < 8 for row in plan.rows)
     assert dropped > 12

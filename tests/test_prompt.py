@@ -4,9 +4,7 @@ An insert of the target's own embeddings of some tokens must change nothing agai
 goes; one of other embeddings must change everything that depends on it.
 """
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.prompt import EmbeddingInsert, PlacedInsert, Prompt
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.schema import TreeSection
 from draftsmith.train.loss.unroll import UnrollSums, teacher_of
 from draftsmith.train.run.batches import collate, collate_as
@@ -180,13 +177,3 @@ def test_two_inserts_under_one_question_have_two_keys() -> None:
     blind = replace(row, inserts=())
     assert len({key_of(each) for each in (row, other, blind, text)}) == 4
     assert len({rows_digest([each]) for each in (row, other, blind)}) == 3
-
-
-def test_only_paths_of_pictures_are_read_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("image", "low", "a.png"):
-        (tmp_path / name).write_text(name)
-    part = {"type": "image", "detail": "low", "image_url": {"url": "a.png", "detail": "low"}}
-    (shown,) = Conversation("q", [{"role": "user", "content": [part]}]).pictures
-    assert json.loads(shown)["type"] == "image" and shown.count('"detail": "low"') == 2
-    assert json.loads(shown)["image_url"]["url"].startswith("sha256 ")

@@ -25,7 +25,7 @@ from draftsmith.models.vocab import DraftVocab
 from tests import reference
 from tests.conftest import make_target
 from tests.decoding import decode, decode_batch
-from tests.pairs import greedy, pair_of, pair_of_kind, taught
+from tests.pairs import greedy, pair_of, taught
 from tests.replay_cases import (
     BUDGET,
     FAMILIES,
@@ -58,20 +58,6 @@ def test_replaying_what_was_decoded_takes_the_same_rounds(family: str, name: str
         replayed = replay(target, proposer, recorded(decoded), batch_size, Agreement.of(target))
         assert_same_rounds(replayed, decoded)
         assert all(g.decode_seconds == g.prefill_seconds == 0 for g in replayed)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    a_few([("eagle3.1", "chain"), ("eagle", "eagle2"), ("poss", "ddd"), ("poss over eagle3", "ddd")], ("poss", "ddd")),
-)
-def test_every_kind_of_drafter_takes_the_same_rounds(kind: str, name: str) -> None:
-    """Each reads states of its own: EAGLE-1's kinds the last one, behind the norm."""
-    target, drafter = pair_of_kind(kind, "gemma2", None, **FAMILIES["gemma2"])
-    proposer = PolicyProposer(FeatureDrafting(drafter), policy(name))
-    decoded = [decode(target, proposer, prompt, stops_of("gemma2"), BUDGET) for prompt in PROMPTS]
-    assert accepted_by(decoded) > 20
-    for batch_size in (1, 3, 7):
-        assert_same_rounds(replay(target, proposer, recorded(decoded), batch_size, Agreement.of(target)), decoded)
 
 
 def test_every_way_to_end_is_met() -> None:

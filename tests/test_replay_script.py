@@ -8,57 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from draftsmith.eval import acceptance
+from draftsmith.eval.decoding.contenders import main_contender
 from draftsmith.eval.decoding.policies import PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.recorded.answers import RecordedAnswer, kept_for_validation
 from draftsmith.eval.recorded.replay import replay_all
-from draftsmith.models.chat import render_prompt, tokenizer_fingerprint
-from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target, load_causal_lm
-from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
-from tests.conftest import make_target, make_tokenizer
-from tests.pairs import greedy, pair_of, taught
-from tests.replay_cases import PROMPTS, SAME, conversation, policy, write_lines
+from tests.compare_cases import place as place
+from tests.conftest import make_target
+from tests.pairs import greedy, pair_of
+from tests.replay_cases import PROMPTS, SAME, conversation, generation_line, policy, write_lines
 from tests.training_runs import run_main
-
-
-@pytest.fixture(scope="module")
-def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe over a drafter that was taught its prompts, and questions of one and two turns."""
-    folder = tmp_path_factory.mktemp("replay")
-    section, tokenizer = TargetSection(model=str(target_dir), dtype="float32"), make_tokenizer()
-    texts = ["the cat", "the dog ran after the cat in the rain", "a mat", "rain", "the dog and the cat"]
-    prompts = tuple(render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts)
-    target = Target(load_causal_lm(section, "cpu"))
-    drafter = taught(target, DraftVocab.full(target.vocab_size), prompts, length=24, steps=20)
-    identity = target_identity(target, section.model, None, tokenizer_fingerprint(tokenizer))
-    save_drafter(folder / "run/drafter", drafter, identity, "", {})
-    turns = [{"id": f"q{i}", "turns": [text, "and the mat?"][: 1 + i % 2]} for i, text in enumerate(texts)]
-    write_lines(folder / "prompts.jsonl", *turns)
-    recipe = {
-        "output_dir": str(folder / "run"),
-        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
-        "eval": {
-            "prompts": str(folder / "prompts.jsonl"),
-            "max_new_tokens": 24,
-            "bootstrap_samples": 100,
-            "tree": {"nodes": 12, "draft_calls": 3, "top_k": 4},
-            "also": [
-                {"name": "chain", "tree": {"policy": "chain", "nodes": 4}},
-                {"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 6}},
-            ],
-        },
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return folder
 
 
 @pytest.fixture
@@ -140,7 +108,7 @@ def test_of_what_was_trained_on_the_kept_conversations_are_replayed(
         assert ": 22 answers, " in said and ("has learnt these answers" in said) == noted
 
 
-def test_greedy_answers_are_greedy_whatever_else_is_set(place: Path, measure: Callable[..., None]) -> None:
+def test_what_recorded_answers_say_of_themselves(place: Path, measure: Callable[..., None]) -> None:
     """top_p means nothing at temperature 0; of answers without a temperature nobody knows."""
     chain = "eval.tree={policy: chain, nodes: 4, draw: sampled}"
     path = write_lines(place / "greedy.jsonl", conversation(0, top_p=0.9, top_k=5))
@@ -148,6 +116,11 @@ def test_greedy_answers_are_greedy_whatever_else_is_set(place: Path, measure: Ca
     write_lines(path, conversation(0, temperature=None))
     with pytest.raises(UserError, match=r"answers that were drawn \(or may have been\)"):
         measure("eval.mode=replay", f"eval.answers={path}", chain, "--plan")
+    main = main_contender(load_recipe(place / "recipe.yaml")).name
+    lines = [generation_line(name, "x", [5, 4]) for name in ("plain decoding", main)]
+    write_lines(path, *lines, generation_line("plain decoding", "y", [5, 4]))
+    with pytest.raises(UserError, match=f"the answers of '{main}' are not to the same turns"):
+        measure("eval.mode=replay", f"eval.answers={path}", "--plan")
 
 
 def test_every_cache_is_gone_when_its_batch_is_done() -> None:

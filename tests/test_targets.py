@@ -47,67 +47,44 @@ MIXED = ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"]
 SLIDING = {"sliding_window": WINDOW, "layer_types": MIXED}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+# Its full layers have wider heads, and fewer of them hold keys and values.
+GEMMA4 = {
+    **{"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"]},
+    **{"global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0},
+    **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 320},
+}
+DEEPSEEK = {
+    **{"head_dim": 4, "num_key_value_heads": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    **{"kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
+
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
+    **{name: (name, {}) for name in ("llama", "qwen2", "qwen3", "gemma", "glm4", "smollm3", "starcoder2", "gpt_neox")},
+    "gpt2": ("gpt2", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "mistral, all layers slide": ("mistral", {"sliding_window": WINDOW}),
     "ministral, all layers slide": ("ministral", {"sliding_window": WINDOW, "layer_types": ["sliding_attention"] * 7}),
     "mixtral": ("mixtral", {"sliding_window": None} | EXPERTS),
-    "qwen2": ("qwen2", {}),
     "qwen2, some layers slide": ("qwen2", {"use_sliding_window": True} | SLIDING),
     "qwen2, later layers slide": (
         "qwen2",
         {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3},
     ),
-    "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
-    "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0} | SLIDING),
     "gemma3": ("gemma3_text", SLIDING),
-    # Its full layers have wider heads, and fewer of them hold keys and values.
-    "gemma4": (
-        "gemma4_text",
-        {
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"],
-            "global_head_dim": 16,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": 320,
-            "num_kv_shared_layers": 0,
-        },
-    ),
+    "gemma4": ("gemma4_text", GEMMA4),
     "gpt_oss": ("gpt_oss", EXPERTS | SLIDING),
     "phi3": ("phi3", {"sliding_window": WINDOW}),
-    "glm4": ("glm4", {}),
     "olmo3": ("olmo3", SLIDING),
     "granite": ("granite", {"embedding_multiplier": 3.0, "logits_scaling": 8.0, "residual_multiplier": 0.5}),
     "hyperclovax": ("hyperclovax", {"logits_scaling": 0.25}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
     "cohere2": ("cohere2", {"logit_scale": 0.25} | SLIDING),
     "exaone4": ("exaone4", SLIDING),
-    "smollm3": ("smollm3", {}),
-    "starcoder2": ("starcoder2", {}),
-    "deepseek_v3": (
-        "deepseek_v3",
-        {
-            "head_dim": 4,
-            "num_key_value_heads": 4,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 16,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-        },
-    ),
-    "gpt_neox": ("gpt_neox", {}),
-    "gpt2": ("gpt2", {}),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK),
 }
 SCALES = {"gemma": 32**0.5, "gemma2": 32**0.5, "gemma3": 32**0.5, "gemma4": 32**0.5, "granite": 3.0}
 # Those that `make test` reads: one of each kind of cache, mask and scale.
@@ -142,35 +119,25 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 @everywhere
 @torch.no_grad()
-def test_states_and_embeddings_are_those_of_output_hidden_states(name: str) -> None:
+def test_states_and_embeddings_are_those_of_output_hidden_states(name: str, tmp_path: Path) -> None:
     target = target_of(name)
     ids = torch.tensor([some_tokens(40, 1), some_tokens(25, 2) + [0] * 15])
-    states = target.states(ids)
     theirs = target.model(ids, output_hidden_states=True, use_cache=False).hidden_states
     assert len(theirs) == target.num_layers + 1
-    expected = torch.cat([theirs[layer] for layer in target.capture_layers], dim=-1)
-    torch.testing.assert_close(states.captured, expected, rtol=0, atol=0)
-    torch.testing.assert_close(states.last, theirs[-1], rtol=0, atol=0)
     # State L, behind the final norm, is captured like any other: in the pass of training, and where a pass ends early.
-    reads = (0, 2, target.num_layers)
-    expected = torch.cat([theirs[layer] for layer in reads], dim=-1)
-    torch.testing.assert_close(target.states(ids, reads).captured, expected, rtol=0, atol=0)
-    torch.testing.assert_close(target.captured_states(ids, reads), expected, rtol=0, atol=0)
-    torch.testing.assert_close(target.captured_states(ids, reads[2:]), theirs[-1], rtol=0, atol=0)
-    alone = target.states(ids[1:, :25], reads).captured  # padding changes nothing but rounding
-    assert_close(expected[1, :25], alone[0])
-    assert_close(target.logits(states.last), target.model(ids, use_cache=False).logits)
+    for reads in (target.capture_layers, (0, 2, target.num_layers), (target.num_layers,)):
+        states, expected = target.states(ids, reads), torch.cat([theirs[layer] for layer in reads], dim=-1)
+        assert torch.equal(states.captured, expected) and torch.equal(states.last, theirs[-1])
+        assert torch.equal(target.captured_states(ids, reads), expected)
+        alone = target.states(ids[1:, :25], reads).captured  # padding changes nothing but rounding
+        assert_close(expected[1, :25], alone[0])
+    assert_close(target.logits(theirs[-1]), target.model(ids, use_cache=False).logits)
     # Drafters read embeddings as the target's first layer does. To GPT-2's, learned positions are added.
-    assert target.embedding_scale == pytest.approx(SCALES.get(name, 1.0), rel=1e-5)
     if name != "gpt2":
         torch.testing.assert_close(target.embed(ids), theirs[0], rtol=1e-5, atol=1e-6)
-
-
-@everywhere
-def test_a_config_alone_tells_the_scale_of_embeddings(name: str, tmp_path: Path) -> None:
-    target_of(name).model.config.save_pretrained(tmp_path)
-    planned = planned_embedding_scale(TargetSection(model=str(tmp_path)))
-    assert planned == pytest.approx(target_of(name).embedding_scale, rel=1e-5)
+    target.model.config.save_pretrained(tmp_path)
+    for scale in (target.embedding_scale, planned_embedding_scale(TargetSection(model=str(tmp_path)))):
+        assert scale == pytest.approx(SCALES.get(name, 1.0), rel=1e-5)
 
 
 @everywhere

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,11 @@ from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import replay
 from draftsmith.models.alignment import Columns, Documents, columns_of
-from draftsmith.models.checkpoint import save_drafter
+from draftsmith.models.checkpoint import read_drafter, save_drafter
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.drafters import build_drafter, config_class
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, PlacedInsert, Prompt
-from draftsmith.models.target_columns import TextColumns
 from draftsmith.models.vispec import VisionDrafter
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TreeSection
@@ -187,22 +185,6 @@ def test_the_loss_is_that_of_the_slow_twin_in_value_and_gradient(name: str) -> N
     assert_same_gradients(without_key_bias(drafter), {key: found[key] for key in found if key != KEY_BIAS})
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_runs_that_are_known_are_renumbered(packed: bool) -> None:
-    """As they would be found: on devices, the training loop finds them before it waits."""
-    drafter, prompts = drafter_with_eyes("one token"), make_prompts()
-    _, span, documents, _ = laid_out(prompts, packed)
-    columns = columns_of(span, 2)
-    known = replace(columns, known_runs=tuple(columns.runs(documents)))
-    rows = tuple((row, 0, span.shape[1]) for row in range(len(span)))
-    texts = [TextColumns(row, first, tokens) for row, first, tokens in (documents.places if documents else rows)]
-    captured, _ = states_of(drafter, prompts, packed)
-    read = drafter.target_columns(captured, inputs_of(drafter, prompts, packed).following(), texts)
-    (found, where), (kept, _) = (read.renumbered(each, documents) for each in (columns, known))
-    assert kept.known_runs is not None and list(kept.known_runs) == found.runs(where)
-    assert list(kept.known_runs) != list(known.known_runs or ())
-
-
 @each_case
 def test_packed_rows_teach_as_padded_ones(name: str) -> None:
     drafter, prompts = drafter_with_eyes(name), make_prompts()
@@ -332,18 +314,20 @@ def test_at_the_start_it_is_the_text_base(base: str) -> None:
 
 @pytest.mark.parametrize(("base", "given"), thinned(["eagle", "eagle3"], ["single", "poss", "vispec"]))
 def test_with_specialists_it_starts_from_each_part_of_it(given: str, base: str, tmp_path: Path) -> None:
-    """From one layer, from specialists that read text, and from one layer that sees."""
+    """From one layer, from specialists that read text, and from one layer that sees. Through files."""
     identity = {"num_layers": small_target().num_layers}
     eyes, many = {"compressed_tokens": 3}, {"positions_per_specialist": 1, "specialists": 2}
-    kind, its_base, own = {
-        "single": (base, None, {}), "poss": ("poss", base, many), "vispec": ("vispec", base, eyes)
-    }[given]  # fmt: skip
+    starts = {"single": (base, None, {}), "poss": ("poss", base, many), "vispec": ("vispec", base, eyes)}
+    kind, its_base, own = starts[given]
     start = drafter_of(Case(kind, its_base, own, 2, False, EAGLE3), seed=7)
     save_drafter(tmp_path / "start", start, identity, "", {})
+    again, its = read_drafter(tmp_path / "start", small_target().frozen_head), start.state_dict()
+    assert again.config == start.config
+    assert all(torch.equal(again.state_dict()[key], value) for key, value in its.items())
     drafter = drafter_of(Case("vispec", base, eyes | many, 2, False, EAGLE3))
     before = {key: value.clone() for key, value in drafter.state_dict().items()}
     start_from(tmp_path / "start", drafter, identity)
-    first, its = ("midlayer.", "layers.0.")[base == "eagle"], start.state_dict()
+    first = ("midlayer.", "layers.0.")[base == "eagle"]
     for key, value in drafter.state_dict().items():
         if key.startswith("specialists.") and given != "poss":
             wanted = its[first + key.split(".", 2)[2]]
