@@ -38,34 +38,6 @@ THINKING = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{{ ns.mode }}{{ header() }}{% endif %}"""
-# R1 writes the opening of the thought itself, in the prompt.
-R1 = """\
-{%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {%- set content = message.content %}
-        {%- if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
-        {{- '<|assistant|>' + content + '<|end|>' }}
-    {%- else %}
-        {{- '<|user|>' + message.content + '<|end|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|assistant|><think>{% endif %}"""
-# gpt-oss: earlier analysis is dropped, channels inside a content are refused.
-HARMONY = """\
-{%- if effort is not defined %}{% set effort = 'medium' %}{% endif %}
-{{- '<|start|>system<|message|>' + effort + '<|end|>' }}
-{%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {%- if '<|channel|>' in message.content %}{{ raise_exception('channels in the content') }}{% endif %}
-        {%- if message.thinking and loop.last and not add_generation_prompt %}
-            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
-        {%- endif %}
-        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
-    {%- else %}
-        {{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 HARMONY_TOKENS = ["<|start|>", "<|channel|>", "<|message|>", "<|return|>", "<|call|>"]
 
 
@@ -123,13 +95,10 @@ def test_template_args_keep_their_values(tmp_path: Path, value: Any) -> None:
     assert variables == {"effort": value, "enable_thinking": True, "thinking": True}
 
 
-@pytest.mark.parametrize(
-    "template", ["\n\n  x{{ a }}", "  {% if a %}x{% endif %}\n", "{{ a }}\n", "\n{%- if a %}x{% endif %}"]
-)
+@pytest.mark.parametrize("template", ["\n\n  x{{ a }}", "  {% if a %}x{% endif %}\n", "\n{%- if a %}x{% endif %}"])
 def test_setting_variables_adds_and_removes_nothing(tmp_path: Path, template: str) -> None:
     make_dir(tmp_path, template)
-    tokenizer = load_tokenizer(section(tmp_path))
-    given = str(tokenizer.apply_chat_template(USER, tokenize=False, a="v"))
+    given = str(load_tokenizer(section(tmp_path)).apply_chat_template(USER, tokenize=False, a="v"))
     wished = load_tokenizer(section(tmp_path, template_args={"a": "v"}))
     assert wished.apply_chat_template(USER, tokenize=False) == given
 
@@ -233,7 +202,7 @@ def test_a_special_token_without_embedding_refuses_only_what_holds_it(tmp_path: 
 # Answers as messages.
 
 
-def with_tokens(template: str, special: list[str]) -> PreTrainedTokenizerFast:
+def with_tokens(special: list[str], template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([AddedToken(token, special=True) for token in special])  # type: ignore[arg-type]
     tokenizer.chat_template = template
@@ -261,17 +230,13 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 def test_harmony_answers(text: str, message: dict[str, str]) -> None:
     for name in ("analysis", "final"):
         text = text.replace(name.upper(), f"<|channel|>{name}<|message|>")
-    tokenizer = with_tokens(HARMONY, HARMONY_TOKENS)
+    tokenizer = with_tokens(HARMONY_TOKENS)
     assert answer_message(tokenizer, ids_of(tokenizer, text)) == {"role": "assistant"} | message
 
 
 def test_thoughts_in_text_stay_in_the_content() -> None:
-    tokenizer = make_tokenizer()
-    assert answer_message(tokenizer, ids_of(tokenizer, "<think>the cat</think> a dog<|end|>")) == {
-        "role": "assistant",
-        "content": "<think>the cat</think> a dog",
-    }
-    # The same where the tags are special tokens: the template finds them, so they must not vanish.
-    tokenizer = with_tokens(R1, ["<think>", "</think>", "<tool>"])
-    ids = ids_of(tokenizer, "the cat</think> a <tool>dog<|end|>")
-    assert answer_message(tokenizer, ids)["content"] == "the cat</think> a dog"
+    """Also where the tags are special tokens: the template finds them, so they must not vanish."""
+    special = with_tokens(["<think>", "</think>", "<tool>"], CHAT_TEMPLATE + "{{ '' if '</think><think>' }}")
+    for tokenizer, said in ((make_tokenizer(), "<think>the cat</think> a dog"), (special, "the cat</think> a dog")):
+        assert answer_message(tokenizer, ids_of(tokenizer, f"{said}<|end|>"))["content"] == said
+    assert answer_message(special, ids_of(special, "a <tool>dog<|end|>"))["content"] == "a dog"

@@ -1,4 +1,4 @@
-"""Preallocated keys and values against lists of columns: whatever is written, committed, rolled back, kept and grown."""
+"""Preallocated keys and values against lists of columns: written, committed, rolled back, kept and grown."""
 
 import math
 import random

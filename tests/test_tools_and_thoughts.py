@@ -5,6 +5,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from draftsmith.data_gen.answers.generators import GeneratedAnswer
@@ -98,54 +100,39 @@ def regenerate_with(tokenizer: Any, source: str, path: Path, *answers: str) -> l
 
 ASK = {"role": "user", "content": "where is the cat?"}
 LAST = {"role": "assistant", "content": "on the mat."}
-OPENAI = {
-    "messages": [
-        ASK,
-        {
-            "role": "assistant",
-            "content": "I look.",
-            "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"q": "rain"}'}}
-            ],
-            "function_call": None,
-        },
-        {"role": "tool", "tool_call_id": "c1", "content": "on the mat"},
-        LAST,
-    ],
-    "tools": json.dumps(TOOLS),
+CALLED = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"q": "rain"}'}}
+TALK = [
+    ASK,
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALLED], "function_call": None},
+    {"role": "tool", "tool_call_id": "c1", "content": "on the mat"},
+    LAST,
+]
+SAID = [("human", "where is the cat?"), ("gpt", "I look."), ("function_call", json.dumps(CALLED["function"]))]
+SAID += [("observation", "on the mat"), ("gpt", "on the mat.")]
+FORMS: dict[str, dict[str, Any]] = {
+    "openai": {"messages": TALK, "tools": json.dumps(TOOLS)},
+    "sharegpt": {
+        "conversations": [
+            *({"from": who, "value": said} for who, said in SAID.items()),
+            {"from": "gpt", "value": "on the mat."},
+        ],
+        "tools": json.dumps([SCHEMA]),
+    },
+    "as text": {"messages": json.dumps(TALK), "tools": [json.dumps(TOOLS[0])]},
 }
-SHAREGPT = {
-    "conversations": [
-        {"from": "human", "value": "where is the cat?"},
-        {"from": "gpt", "value": "I look."},
-        {"from": "function_call", "value": '{"name": "search", "arguments": {"q": "rain"}}'},
-        {"from": "observation", "value": "on the mat"},
-        {"from": "gpt", "value": "on the mat."},
-    ],
-    "tools": json.dumps([SCHEMA]),
-}
-AS_TEXT = {"messages": json.dumps(OPENAI["messages"]), "tools": [json.dumps(TOOLS[0])]}
-FORMS = {"openai": OPENAI, "sharegpt": SHAREGPT, "as text": AS_TEXT}
 
 
 @pytest.mark.parametrize(("form", "parquet"), [("openai", 0), ("openai", 1), ("sharegpt", 0), ("as text", 1)])
 def test_tool_calls_are_supervised_as_the_template_writes_them(tmp_path: Path, form: str, parquet: bool) -> None:
-    tokenizer = tokenizer_with(EVERYTHING)
-    if parquet:
-        import pyarrow
-        import pyarrow.parquet
-
-        # Another record with other keys: Arrow gives both records the keys of both.
-        others = {"messages": [ASK, {**LAST, "name": "x"}], "conversations": [{"from": "human", "value": "x", "id": 1}]}
-        other = {key: others[key] for key in FORMS[form] if isinstance(FORMS[form][key], list) and key in others}
-        path = str(tmp_path / "c.parquet")
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([FORMS[form], other]), path)
+    tokenizer, path = tokenizer_with(EVERYTHING), str(tmp_path / "c.parquet")
+    if parquet:  # another record with other keys: Arrow gives both records the keys of both
+        others = {"messages": [ASK, {**LAST, "name": "x"}]} if form == "openai" else {}
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([FORMS[form], others]), path)
     else:
         path = write(tmp_path / "c.jsonl", FORMS[form])
     row = read_rows(path, tokenizer)[0][0]
-    head = f"<|system|>{json.dumps(TOOLS)}<|end|>"
     rendered = str(tokenizer.decode(row.input_ids))
-    assert rendered == head + ANSWERED + "<|assistant|>on the mat.<|end|>"
+    assert rendered == f"<|system|>{json.dumps(TOOLS)}<|end|>{ANSWERED}<|assistant|>on the mat.<|end|>"
     assert supervised(tokenizer, row) == ['I look.[call search {"q": "rain"}]<|end|>', "on the mat.<|end|>"]
 
 
@@ -186,33 +173,27 @@ THOUGHTFUL = [
     {"role": "user", "content": "and the dog?"},
     {"role": "assistant", "content": "<think>\nafter the cat\n</think>\n\nin the rain."},
 ]
-APART = [
-    ASK,
-    {"role": "assistant", "reasoning_content": "the dog ran", "content": "on the mat."},
-    THOUGHTFUL[2],
-    {"role": "assistant", "reasoning_content": "after the cat", "content": "in the rain."},
-]
 
 
 @pytest.mark.parametrize(("template", "opening"), [(QWEN, ""), (R1, "<think>\n")], ids=["qwen3", "r1"])
 def test_a_template_that_strips_earlier_thoughts_gives_one_row_per_turn(
     tmp_path: Path, template: str, opening: str
 ) -> None:
+    """Also of thoughts that stand apart."""
     tokenizer = tokenizer_with(template)
-    found, rejects = read_rows(write(tmp_path / "c.jsonl", {"id": "c", "messages": APART}), tokenizer)
-    assert not rejects.total
-    thought = "<think>\n".removeprefix(opening)
-    assert [supervised(tokenizer, row) for row in found] == [
-        [f"{thought}the dog ran\n</think>\n\non the mat.<|end|>"],
-        [f"{thought}after the cat\n</think>\n\nin the rain.<|end|>"],
+    apart = [
+        ASK,
+        {"role": "assistant", "reasoning_content": "the dog ran", "content": "on the mat."},
+        THOUGHTFUL[2],
+        {"role": "assistant", "reasoning_content": "after the cat", "content": "in the rain."},
     ]
-    assert [row.id for row in found] == ["c", "c"]
-    _, second = found
+    found, rejects = read_rows(write(tmp_path / "c.jsonl", {"id": "c", "messages": apart}), tokenizer)
+    answers = [str(message["content"]).removeprefix(opening) for message in THOUGHTFUL[1::2]]
+    assert not rejects.total and [supervised(tokenizer, row) for row in found] == [[f"{a}<|end|>"] for a in answers]
     for row in found:  # what comes before the answer is what the target is asked
         assert str(tokenizer.decode(row.input_ids[: row.spans[0][0]])).endswith(f"<|assistant|>{opening}")
-    assert "the dog ran" not in tokenizer.decode(second.input_ids) and "on the mat." in tokenizer.decode(
-        second.input_ids
-    )
+    second = tokenizer.decode(found[1].input_ids)
+    assert "the dog ran" not in second and "on the mat." in second
 
 
 @pytest.mark.parametrize(("template", "opening"), [(QWEN, ""), (R1, "<think>\n")], ids=["qwen3", "r1"])
