@@ -1,6 +1,5 @@
 """Conversations with pictures become training rows, and train."""
 
-import json
 from base64 import b64encode
 from collections.abc import Callable
 from hashlib import sha256
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from datasets import Dataset
 
 from draftsmith.data_gen.rows.overlap import Check
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
@@ -21,6 +19,7 @@ from draftsmith.recipes.prompts.records import to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import EvalSection, Recipe, TargetSection
 from tests.conftest import VOCAB_SIZE
+from tests.replay_cases import write_lines
 from tests.thinning import a_few
 from tests.tiny_vision import FAMILIES, PLACEHOLDER, picture, save_vision_target
 from tests.training_runs import metrics, train
@@ -54,18 +53,14 @@ def conversation(home: Path) -> list[dict[str, Any]]:
 
 
 def rows_of_records(home: Path, family: str, *records: dict[str, Any]) -> tuple[list[TrainingRow], Rejects]:
-    path = home / "conversations.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    rejects = Rejects()
-    tokenizer = load_tokenizer(TargetSection(model=str(home / family)))
-    return list(training_rows(path, tokenizer, 500, rejects)), rejects
+    path, rejects = write_lines(home / "conversations.jsonl", *records), Rejects()
+    return list(training_rows(path, load_tokenizer(TargetSection(model=str(home / family))), 500, rejects)), rejects
 
 
 def test_questions_are_compared_with_the_pictures_that_they_show(home: Path, tmp_path: Path) -> None:
     """By content, whether a record names a file, holds its bytes, or says its digest alone."""
-    content = (home / "wide.png").read_bytes()
+    content, text = (home / "wide.png").read_bytes(), {"type": "text", "text": "What is it?"}
     url = f"data:image/png;base64,{b64encode(content).decode()}"
-    text = {"type": "text", "text": "What is it?"}
 
     def asks(part: dict[str, Any]) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": [part, text]}]}
@@ -73,27 +68,18 @@ def test_questions_are_compared_with_the_pictures_that_they_show(home: Path, tmp
     records: list[dict[str, Any]] = [
         {"prompt": "<image>\nWhat is it?", "image": str(home / "wide.png")},
         {"prompt": "What is it?", "images": [url]},
-        asks(shown(home, "wide")),
         asks({"type": "image_url", "image_url": {"url": url}}),
         asks({"type": "image", "path": "gone.png", "sha256": sha256(content).hexdigest()}),
     ]
     others: list[dict[str, Any]] = [{"prompt": "What is it?"}, asks(shown(home, "tall"))]
     others.append({"prompt": "What is it?", "image": "https://example.com/wide.png"})
-    others.append({"prompt": "What is it?", "image": "data:image/png;base64,?"})
-    table = {"prompt": ["What is it?"], "image": [{"bytes": content, "path": None}]}
-    Dataset.from_dict(table).to_parquet(tmp_path / "table.parquet")
     made = [[to_conversation(each, "q", "", 1) for each in each_of] for each_of in (records, others)]
-    for path in ("table.parquet", *(f"{i}.jsonl" for i in range(len(records)))):
-        if path.endswith("jsonl"):
-            (tmp_path / path).write_text(json.dumps(records[int(path[0])]) + "\n")
-        recipe = Recipe(
-            output_dir=str(tmp_path),
-            target=TargetSection(model=str(home / "llava")),
-            eval=EvalSection(prompts=str(tmp_path / path)),
-        )
+    for i, record in enumerate(records):
+        prompts = write_lines(tmp_path / f"{i}.jsonl", record)
+        section = TargetSection(model=str(home / "llava"))
+        recipe = Recipe(output_dir=str(tmp_path), target=section, eval=EvalSection(prompts=str(prompts)))
         check = Check(recipe, remove=True)
-        assert [bool(check.look(each)) for each in made[0]] == [True] * len(records), path
-        assert not any(map(check.look, made[1])), path
+        assert all(map(check.look, made[0])) and not any(map(check.look, made[1])), record
 
 
 @pytest.mark.parametrize("family", a_few(FAMILIES, "llava_next", "qwen3_vl"))
@@ -143,20 +129,15 @@ def recipe_of(home: Path, tmp_path: Path) -> Callable[..., Path]:
 
     def write(drafter: dict[str, Any], family: str = "llava", **train: Any) -> Path:
         output = tmp_path / f"run{len(list(tmp_path.glob('run*')))}"
-        output.mkdir()
         text = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
         records = [{"messages": messages} for messages in (conversation(home), text) * 3]
-        (output / "conversations.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+        write_lines(output / "conversations.jsonl", *records)
         DraftVocab.full(VOCAB_SIZE).save(output / "draft_vocab.safetensors", {})
-        recipe = {
-            "output_dir": str(output),
-            "target": {"model": str(home / family), "dtype": "float32", "device": "cpu"},
-            "drafter": drafter,
-            "train": {"max_steps": 3, "batch_size": 3, "log_every_steps": 1, "validation_conversations": 0, **train},
-        }
-        path = output / "recipe.yaml"
-        path.write_text(yaml.safe_dump(recipe))
-        return path
+        settings = {"max_steps": 3, "batch_size": 3, "log_every_steps": 1, "validation_conversations": 0}
+        target = {"model": str(home / family), "dtype": "float32", "device": "cpu"}
+        recipe = {"output_dir": str(output), "target": target, "drafter": drafter, "train": settings | train}
+        (output / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        return output / "recipe.yaml"
 
     return write
 

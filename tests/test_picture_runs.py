@@ -1,6 +1,5 @@
 """Runs with pictures: from a store, interrupted, with replay, and in two processes."""
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from tests.conftest import VOCAB_SIZE
 from tests.ranks import ROOT, run_ranks
+from tests.replay_cases import write_lines
 from tests.store_cases import capture, rows_of
 from tests.thinning import a_few
 from tests.tiny_vision import FAMILIES, picture, save_vision_target
@@ -54,24 +54,20 @@ def conversations_of(home: Path, count: int) -> list[dict[str, Any]]:
 
 def recipe_in(folder: Path, home: Path, family: str, drafter: dict[str, Any], **settings: Any) -> Path:
     """A recipe with its conversations and draft vocabulary."""
-    folder.mkdir()
-    lines = [json.dumps(each) + "\n" for each in conversations_of(home, 15)]
-    (folder / "conversations.jsonl").write_text("".join(lines))
+    write_lines(folder / "conversations.jsonl", *conversations_of(home, 15))
     DraftVocab.full(VOCAB_SIZE).save(folder / "draft_vocab.safetensors", {})
+    train = {"max_steps": 4, "batch_size": 3, "save_every_steps": 2, "log_every_steps": 1, "validate_every_steps": 4}
+    train |= {"validation_conversations": 3, "eval_replay": 3, "learning_rate": 3e-3, "mixed_precision": "no"}
     recipe = {
         "output_dir": str(folder),
         "target": {"model": str(home / family), "dtype": "float32", "device": "cpu"},
         "data": {"capture": {"dtype": "float32", "shard_megabytes": 0.05, "batch_tokens": 100}},
         "drafter": drafter,
-        "train": {
-            "max_steps": 4, "batch_size": 3, "save_every_steps": 2, "log_every_steps": 1, "validate_every_steps": 4,
-            "validation_conversations": 3, "eval_replay": 3, "learning_rate": 3e-3, "mixed_precision": "no", **settings,
-        },
+        "train": train | settings,
         "eval": {"tree": {"policy": "chain", "nodes": 4}},
-    }  # fmt: skip
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / "recipe.yaml"
 
 
 SPECIALISTS = {"specialists": 2, "positions_per_specialist": 1}

@@ -15,6 +15,7 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
 from tests.compare_cases import also
 from tests.compare_cases import place as place
+from tests.replay_cases import write_lines
 from tests.report_cases import Page
 from tests.thinning import a_few
 from tests.training_runs import run_main
@@ -23,11 +24,10 @@ from tests.training_runs import run_main
 @pytest.fixture(scope="module")
 def answers(place: Path, target_dir: Path) -> Path:
     """The target's own answers, from an evaluation: the run's conversations."""
-    recipe = place / "recipe.yaml"
-    run_main(acceptance, recipe, f"eval.out={place / 'first'}", "eval.max_new_tokens=40")
+    run_main(acceptance, place / "recipe.yaml", f"eval.out={place / 'first'}", "eval.max_new_tokens=40")
     fingerprint = tokenizer_fingerprint(load_tokenizer(TargetSection(model=str(target_dir))))
-    lines = [json.loads(line) for line in (place / "first/generations.jsonl").read_text().splitlines()]
-    path = place / "run/conversations.jsonl"
+    lines = map(json.loads, (place / "first/generations.jsonl").read_text().splitlines())
+    plain = [line for line in lines if line["contender"] == "plain decoding"]
     records = [
         {
             "id": f"c{i}",
@@ -35,11 +35,9 @@ def answers(place: Path, target_dir: Path) -> Path:
             "turns": [{"prompt_token_ids": line["prompt_token_ids"], "output_token_ids": line["token_ids"]}] * 2,
             "generator": {"tokenizer_fingerprint": fingerprint, "temperature": 0.0},
         }
-        for i, line in enumerate(lines)
-        if line["contender"] == "plain decoding"
+        for i, line in enumerate(plain)
     ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return write_lines(place / "run/conversations.jsonl", *records)
 
 
 @pytest.fixture(scope="module")
@@ -75,28 +73,23 @@ def test_an_evaluation_tells_who_drafted_and_a_replay_agrees(place: Path, corpus
     out, recipe = place / mode, place / "recipe.yaml"
     router: dict[str, Any] = {"static": str(corpus), "l_threshold": 2, "l_bias": 1, "fuse": mode == "fused"}
     settings = [
-        f"eval.out={out}",
-        f"eval.router={json.dumps(router)}",
+        *(f"eval.out={out}", f"eval.router={json.dumps(router)}"),
         also(name="alone", proposer="sam", sam={"static": str(corpus)}),
     ]
     assert "build-sam" in stages_of(load_recipe(recipe, settings))
     run_main(acceptance, recipe, *settings)
     run_main(acceptance, recipe, *settings, "eval.mode=replay")
     decoded, replayed = (json.loads((path / "acceptance.json").read_text()) for path in (out, out / "replay"))
-    main = decoded["contender"]
-    assert main.endswith(f"{mode} with sam, dynamic and static")
     for name, row in decoded["contenders"].items():
         assert row["matches_target"] is True
-        assert replayed["contenders"][name]["drafted_by"] == row["drafted_by"]
-        assert replayed["contenders"][name]["accepted_histogram"] == row["accepted_histogram"]
-    row, alone = decoded["contenders"][main], decoded["contenders"]["alone"]
+        for key in ("drafted_by", "accepted_histogram"):
+            assert replayed["contenders"][name][key] == row[key]
+    row, alone = decoded["contenders"][decoded["contender"]], decoded["contenders"]["alone"]
     assert row["router"] == router | {"dynamic": True, "nodes": 40} and alone["sam"]["static"] == str(corpus)
-    assert {"drafter", "sam static"} <= set(row["drafted_by"]) and "sam static" in alone["drafted_by"]
-    assert "drafter" not in alone["drafted_by"]
+    assert {"drafter", "sam static"} <= set(row["drafted_by"]) and "drafter" not in alone["drafted_by"]
     assert sum(share["accepted"] for share in row["drafted_by"].values()) == pytest.approx(1, abs=1e-3)
     assert row["drafted_by"]["sam static"]["accepted"] > 0.5  # the target says again what it said
     assert (row["drafted_by"]["drafter"]["rounds"] == 1) == (mode == "fused")
-    assert decoded["contenders"]["plain decoding"]["drafted_by"] == {}
     html = (out / "report.html").read_text()
     by = "drafted by drafter and sam static" if mode == "fused" else "drafted by sam static"
     assert "Who drafted it" in Page(html).text and by in html
