@@ -132,17 +132,6 @@ def test_rows_with_nan_are_dropped_and_counted() -> None:
     assert dropped > 20
 
 
-def test_no_row_lies_behind_the_target_s_last_position() -> None:
-    answer = written_answer(random.Random(1), 12)
-    section = LabelSection(top_k=2, draft_calls=5)
-    positions = len(answer.prompt) + len(answer.tokens)
-    (labelled,) = label(Along(), [answer], None, unasked_target(positions), section)
-    deepest = [int(features[:, 2].max()) for features in labelled.features]
-    assert deepest[0] == 4 and deepest[-1] < 4
-    free, cut = label(Along(), [answer], None, unasked_target(1000), section)[0], labelled
-    assert [int(said.sum()) for said in free.accepted] == [int(said.sum()) for said in cut.accepted]
-
-
 def test_trees_come_back_as_they_were_written(tmp_path: Path) -> None:
     trees = made_trees(7, 30)
     trees.write(tmp_path / "rows")

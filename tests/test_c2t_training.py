@@ -33,19 +33,6 @@ def test_a_separable_law_is_learnt_and_the_ratio_is_stored() -> None:
     assert classifier.config == C2tConfig(hidden=12, entropy_over=77, negative_ratio=None, drafter=drafter)
 
 
-def test_equal_seeds_give_equal_classifiers_and_nobody_else_s_draws_move() -> None:
-    trees, section = made_trees(40, 50), ClassifierSection(epochs=3)
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    first, metrics, _ = train_classifier(section, trees, None)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(2)
-    again, same_metrics, _ = train_classifier(section, trees, None)
-    assert metrics == same_metrics != train_classifier(section.model_copy(update={"seed": 1}), trees, None)[1]
-    for mine, its in zip(first.parameters(), again.parameters(), strict=True):
-        assert torch.equal(mine, its)
-
-
 @pytest.mark.parametrize("ratio", [None, 0.5, 2.0, 1e9])
 def test_every_epoch_draws_its_rejected_rows_anew(ratio: float | None) -> None:
     accepted = made_trees(20, 100).accepted

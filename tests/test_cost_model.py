@@ -34,7 +34,6 @@ from draftsmith.eval.planner.measuring import (
     keep_known,
     measure_costs,
     read_known,
-    timed_rounds,
 )
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import plain_rounds
@@ -187,31 +186,6 @@ def test_each_second_is_charged_where_it_passes(rows: int, sampling: Sampling, m
     assert costs.draft == {"chain": Curve(((1.0, 5.0),))}
     assert costs.prompt == pytest.approx(5 / 3)  # of three tokens
     assert (costs.context, costs.rows) == (3, rows)
-
-
-def test_slow_passes_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything takes five times as long in one pass."""
-    clock, target = Clock(), Target(make_target())
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(measuring, "ROUNDS", SETTLING + 1)
-    calls = itertools.count()
-    verify, rounds = TargetSession.verify, timed_rounds
-    pace = [1]
-
-    def slow_verify(self: TargetSession, tree: DraftTree) -> Any:
-        clock.now += pace[0] * 10 * tree.nodes
-        return verify(self, tree)
-
-    def slower(*arguments: Any) -> Any:
-        pace[0] = (1, 5, 1, 1, 5, 1)[next(calls) // 2]  # plain decoding and the probe take turns
-        return rounds(*arguments)
-
-    monkeypatch.setattr(TargetSession, "verify", slow_verify)
-    monkeypatch.setattr(measuring, "timed_rounds", slower)
-    tree = tree_of(policy="chain", nodes=2)
-    costs = measure_costs(target, lambda tree: Clocked(clock, 0), [tree], [[11, 12, 13]], 3)
-    assert costs.plain == 10 and costs.verify["chain"].points == ((1.0, 10.0), (2.0, 20.0))
-    assert costs.busy  # it is told all the same
 
 
 def test_what_was_measured_here_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,12 +76,3 @@ def test_training_that_reaches_every_specialist_is_taken(write):
 def test_losses_of_another_method_are_named(drafter, train, keys):
     said = other_than_published(DrafterSection(**drafter), TrainSection(**train)) or ""
     assert re.findall(r"train\.(\w+) [^,]* \(published", said) == keys
-
-
-def test_a_recipe_that_was_written_back_names_the_losses_that_it_keeps(write):
-    back = write(dump_recipe(load_recipe(write(SMALLEST), ["drafter={kind: poss}"])))
-    recipe = load_recipe(back, ["drafter={kind: eagle}"])
-    assert (recipe.train.ttt_steps, recipe.train.top_k_loss) == (8, 0)
-    assert "published for HASS" in (other_than_published(recipe.drafter, recipe.train) or "")
-    (problem,) = problems_of(back, "drafter={kind: poss, base: eagle3}")
-    assert "`train.feature_loss`: 1, but the output of EAGLE-3's" in problem

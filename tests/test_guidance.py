@@ -10,9 +10,9 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer, TreePolicy
 from draftsmith.models.alignment import Documents
-from draftsmith.models.causal_lm import CausalLMDrafting, load_draft_model
+from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.chat import load_config, load_tokenizer
-from draftsmith.models.guidance import GuidedTarget, loaded_target
+from draftsmith.models.guidance import loaded_target
 from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target
@@ -87,13 +87,6 @@ def test_training_s_states_are_those_of_decoding(place: Path) -> None:
     torch.testing.assert_close(packed.last.reshape(2, 10, -1), states.last, rtol=1e-4, atol=1e-4)
 
 
-def test_scale_1_is_the_plain_target(place: Path) -> None:
-    plain = loaded_target(TargetSection(model=str(place), dtype="float32"), (0,))
-    ids = torch.tensor([PROMPTS[0]], device=plain.device)
-    assert not isinstance(plain, GuidedTarget)
-    torch.testing.assert_close(loaded_target(section(place, 1.0), (0,)).states(ids).last, plain.states(ids).last)
-
-
 def test_words_alone_give_way_to_the_null_token(place: Path) -> None:
     guided = section(place, 2.0)
     tokenizer = load_tokenizer(guided)
@@ -108,11 +101,3 @@ def test_a_text_target_and_a_missing_null_token_are_refused(place: Path, target_
         load_tokenizer(TargetSection(model=str(place), guidance=guided))
     with pytest.raises(UserError, match=r"target.guidance: .* writes text"):
         load_tokenizer(TargetSection(model=str(target_dir), guidance=guided))
-
-
-def test_a_guided_draft_model_drafts_by_the_guided_law(place: Path) -> None:
-    guided = section(place, 3.0)
-    target = loaded_target(guided, (0,))
-    proposer = PolicyProposer(CausalLMDrafting(load_draft_model(guided)), Chain(3))
-    [answer] = decode_batch(target, proposer, PROMPTS[:1], {2}, 16, GREEDY)
-    assert answer.accepted_per_round[:-1] == [3] * (answer.rounds - 1)

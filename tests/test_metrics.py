@@ -1,6 +1,7 @@
 """Numbers from hand-written traces; shares and intervals against slow twins; totals against their parts."""
 
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -64,23 +65,17 @@ def test_acceptance_by_position_against_a_slow_twin() -> None:
     chance = random.Random(1)
     for _ in range(50):
         generations = [random_trace(chance) for _ in range(chance.randint(1, 8))]
-        reached, accepted = [0] * 9, [0] * 9
+        reached, accepted = Counter[int](), Counter[int]()
         for g in generations:
             for i, count in enumerate(g.accepted_per_round):
-                cut_here = g.last_round_cut and i == g.rounds - 1
-                for position in range(count + (not cut_here)):
-                    reached[position] += 1
-                    accepted[position] += position < count
-        shares = [a / r for a, r in zip(accepted, reached, strict=True) if r]
-        while shares and shares[-1] == 0:
-            shares.pop()
+                accepted.update(range(count))
+                reached.update(range(count + (not (g.last_round_cut and i == g.rounds - 1))))
+        shares = [accepted[position] / reached[position] for position in range(max(accepted, default=-1) + 1)]
         row = numbers(*generations)
         assert row["acceptance_by_position"] == pytest.approx(shares, abs=1e-4)
         assert len(row["acceptance_by_position_interval"]) == len(shares)
         assert sum(row["accepted_histogram"]) == row["rounds"]
-        assert sum(i * n for i, n in enumerate(row["accepted_histogram"])) == sum(
-            sum(g.accepted_per_round) for g in generations
-        )
+        assert sum(i * n for i, n in enumerate(row["accepted_histogram"])) == accepted.total()
 
 
 @pytest.mark.parametrize(("infinite", "expected"), [(10, [24.975, 974.025]), (25, None), (40, None)])

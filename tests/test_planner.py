@@ -23,7 +23,7 @@ from draftsmith.eval.recorded.answers import RecordedAnswer, Recording
 from draftsmith.eval.recorded.replay import replay_all
 from draftsmith.models.sampling import GREEDY
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import TargetSection, TreeSection
+from draftsmith.recipes.schema import TreeSection
 from tests.c2t_cases import place as place
 from tests.planner_cases import KINDS, tree_of
 from tests.training_runs import run_main
@@ -124,18 +124,6 @@ def test_a_plan_from_recorded_answers_to_measured_ones(
     assert recipe_keys(load_recipe(recipe_path, [f"eval.tree={tree}"]).eval.tree) == first["tree"]
 
 
-def test_auto_chooses_for_small_models_too(recipe_path: Path, target_dir: Path) -> None:
-    """A small model that is the target itself: everything is accepted, and the bonus comes on top."""
-    recipe = load_recipe(recipe_path)
-    small = TargetSection(model=str(target_dir), dtype="float32", device="cpu")
-    base = Contender("", "causal_lm", tree_of(policy="auto"), "test", draft_model=small)
-    prepared = planner.prepared(recipe, base, [tree_of(policy="chain", nodes=n) for n in (2, 4)])
-    plan = planner.make_plan(Lineup(recipe.target), recipe, *prepared)
-    for row in plan.rows:
-        rounds = sum(-(-(len(answer.tokens) - 1) // row.tree.most) for answer in plan.answers)
-        assert sum(g.rounds for g in row.rounds) == rounds
-
-
 def planned(recipe_path: Path, lineup: Lineup, *settings: str) -> Plan:
     recipe = load_recipe(recipe_path, settings)
     found = planner.prepared(recipe, main_contender(recipe), candidates_of(recipe))
@@ -164,15 +152,6 @@ def test_the_slow_are_dropped_as_far_as_there_is_time(
     assert plan.effort in capsys.readouterr().out
     hasty = planned(recipe_path, lineup, "eval.planner.seconds=1e-9")
     assert [len(row.rounds) for row in hasty.rows] == [2, 2, 2] and len(hasty.answers) == 2  # a first look is taken
-
-
-def test_what_was_measured_serves_again(recipe_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
-    lineup = Lineup(load_recipe(recipe_path).target)
-    one = planned(recipe_path, lineup)
-    monkeypatch.setattr(measuring, "timed_rounds", lambda *_: pytest.fail("measured again"))
-    again = planned(recipe_path, lineup)
-    assert again.costs == one.costs
-    assert [(row.name, row.numbers) for row in again.rows] == [(row.name, row.numbers) for row in one.rows]
 
 
 @pytest.mark.slow

@@ -228,37 +228,6 @@ def test_a_static_tree_refuses_paths_that_are_no_tree(paths: tuple[Nodes, ...]) 
 # Waiting for the device.
 
 
-@pytest.mark.parametrize(
-    ("policy", "waits"),
-    [
-        (Chain(6, Svip(0.15, 99.0)), 5),  # not after the last call
-        (Eagle2(30, 6, 4, Ddd(-99.0, (2, 4, 6))), 2),
-        (Eagle2(30, 6, 4, Ddd(-99.0, "every")), 5),
-        (Eagle2(30, 6, 4, SvipTree(0.15, 99.0)), 5),
-        (C2T(linear_classifier(0, 0, 0, 9.0), 0.5, 3, 3, 6), 6),
-    ],
-    ids=["svip", "ddd at", "ddd every", "svip_tree", "c2t"],
-)
-def test_policies_that_stop_by_what_they_see_wait_once_a_test(
-    policy: TreePolicy, waits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Numbers(Scripted):
-        """Given without asking a tensor."""
-
-        def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
-            return self.root_log_probs()[:, None].expand(-1, tokens.shape[1], -1)
-
-    drafting, roots_B = Numbers([Table(0), Table(1)]), roots(2)
-    drafting.root_log_probs()
-    seen = []
-    tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: seen.append("tolist") or tolist(tensor))
-    for name in ("item", "__bool__", "__int__", "__float__", "nonzero", "__index__", "cpu", "numpy"):
-        monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits for the device"))
-    policy.grow(drafting, roots_B)
-    assert len(seen) == waits
-
-
 def test_the_proposer_draws_by_the_rows_that_go_on() -> None:
     """What else it does round after round is tests/test_rounds.py's matter."""
     tables, policy = [Table(row) for row in range(2)], Chain(3, None, Sampling(1.0))

@@ -11,21 +11,14 @@ import pytest
 
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import main_contender
-from draftsmith.eval.decoding.policies import PolicyProposer
-from draftsmith.eval.decoding.prompt_lookup import PromptLookup
-from draftsmith.eval.recorded.answers import RecordedAnswer, kept_for_validation
-from draftsmith.eval.recorded.replay import replay_all
-from draftsmith.models.draft_tree import Proposer
-from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.sampling import GREEDY
+from draftsmith.eval.recorded.answers import kept_for_validation
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
 from tests.compare_cases import place as place
 from tests.conftest import make_target
-from tests.pairs import greedy, pair_of
-from tests.replay_cases import PROMPTS, SAME, conversation, generation_line, policy, write_lines
+from tests.replay_cases import SAME, conversation, generation_line, write_lines
 from tests.training_runs import run_main
 
 
@@ -121,16 +114,6 @@ def test_what_recorded_answers_say_of_themselves(place: Path, measure: Callable[
     write_lines(path, *lines, generation_line("plain decoding", "y", [5, 4]))
     with pytest.raises(UserError, match=f"the answers of '{main}' are not to the same turns"):
         measure("eval.mode=replay", f"eval.answers={path}", "--plan")
-
-
-def test_every_cache_is_gone_when_its_batch_is_done() -> None:
-    target, drafter = pair_of("llama", None)
-    mine = FeatureDrafting(drafter)
-    answers = [RecordedAnswer(prompt, greedy(target, prompt, 9), GREEDY) for prompt in PROMPTS]
-    told: list[list[int]] = []
-    proposers: dict[str, Proposer] = {"a": PolicyProposer(mine, policy("chain")), "b": PromptLookup(3, target.device)}
-    replay_all(target, proposers, answers, 4, told=lambda _: told.append(list(mine.columns.lengths)))
-    assert told == [[]] * 4
 
 
 def test_answers_of_another_target_with_the_same_tokenizer_are_refused(

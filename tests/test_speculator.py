@@ -58,15 +58,6 @@ def test_a_gpu_s_drafter_has_the_target_s_precision(
     assert torch.equal(after.rotary.inv_freq, before.rotary.inv_freq)
 
 
-def test_a_tree_may_cut_the_vocabulary(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
-    fingerprint = Speculator.load(str(target_dir), drafter_dir).lineup.fingerprint
-    save_token_counts(tmp_path / "counts.safetensors", torch.arange(VOCAB_SIZE), fingerprint, [4])
-    speculator = Speculator.load(str(target_dir), drafter_dir, tmp_path / "counts.safetensors")
-    whole, cut = TreeSection(nodes=16), TreeSection(nodes=16, vocab_size=9)
-    one, other = (speculator.answer(MESSAGES, max_new_tokens=40, tree=tree).generation for tree in (whole, cut))
-    assert one.token_ids == other.token_ids and one.accepted_per_round != other.accepted_per_round
-
-
 def test_sampled_answers_follow_their_seed(target_dir: Path, drafter_dir: Path) -> None:
     speculator = Speculator.load(TargetSection(model=str(target_dir), dtype="float32"), drafter_dir)
     sampling, tree = Sampling(1.0, top_p=0.9), TreeSection(policy="chain", nodes=4, draw="sampled")

@@ -323,21 +323,6 @@ def test_decoders_that_cannot_verify_trees_are_refused(
     assert "target.model" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("ignored", "dtype"), [("attention_mask", "bfloat16"), ("position_ids", "float32")])
-def test_a_trained_decoder_that_ignores_what_trees_need_is_refused(
-    monkeypatch: pytest.MonkeyPatch, ignored: str, dtype: Any
-) -> None:
-    model = load_causal_lm(TargetSection(model=str(DEMO), dtype=dtype, device="cpu"))
-    forward = model.model.forward
-
-    def without(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **{name: value for name, value in kwargs.items() if name != ignored})
-
-    monkeypatch.setattr(model.model, "forward", without)
-    with pytest.raises(UserError, match="does not follow the mask or the positions"):
-        Target(model, capture_layers=(0,))
-
-
 @pytest.mark.parametrize("dtype", a_few(["auto", "bfloat16", "float16", "float32"], "auto"))
 def test_the_shipped_target_is_accepted_in_every_precision(dtype: Any) -> None:
     """A trained one: to it some tokens mean nearly the same, and what they change is no measure of rounding."""
@@ -362,18 +347,6 @@ def test_numbers_beyond_a_precision_are_told_from_wrong_weights(name: str) -> No
 
 
 # Forms of a checkpoint.
-
-
-@pytest.mark.parametrize(("tied", "shards"), [(False, True), (True, False)])
-def test_forms_of_a_checkpoint_that_are_read(tmp_path: Path, tied: bool, shards: bool) -> None:
-    model = make_target(tie_word_embeddings=tied)
-    model.save_pretrained(tmp_path, max_shard_size="50KB" if shards else "5GB")
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == shards
-    target = Target(load_causal_lm(TargetSection(model=str(tmp_path)), "cpu"))
-    ids = torch.tensor([some_tokens(12, 1)])
-    torch.testing.assert_close(target.states(ids).captured, Target(model).states(ids).captured, rtol=0, atol=0)
-    assert torch.equal(target.head_weight, model.lm_head.weight)
-    assert not any(parameter.requires_grad for parameter in target.model.parameters())
 
 
 def test_forms_of_a_checkpoint_that_are_refused(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.models.checkpoint import weight_digests
-from draftsmith.models.costs import target_size
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.picture_prompts import opened
@@ -410,15 +409,3 @@ def test_pictures_of_other_families_are_refused_by_name_and_text_is_read(
     ids = torch.tensor([list(prompt)])
     own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert decode(target, None, prompt, {-1}, 6).token_ids == own[0, len(prompt) :].tolist()
-
-
-@both
-def test_a_vision_language_target_loads_as_it_was_saved(family: str, folders: dict[str, Path]) -> None:
-    section = section_of(folders[family])
-    target, own = Target(load_causal_lm(section)), make_vision_target(family)
-    assert target.name == type(own).__name__ and target.num_layers == 7
-    prompt = prompts_of(folders[family])[1]
-    assert decode(target, None, prompt, {-1}, 8).token_ids == generated(family, prompt, 8)
-    size = target_size(vision_config(family), TargetSection(model=""))
-    assert size.parameters == sum(p.numel() for p in own.parameters())
-    assert untaught("eagle3", target).config.rope_parameters.keys() == {"rope_type", "rope_theta"}  # no axes
