@@ -158,6 +158,7 @@ def test_a_head_may_start_as_the_target_s(family: str, init: str) -> None:
 
 
 @pytest.mark.parametrize(("single", "specialists"), [("eagle", "poss"), ("eagle3", "poss over eagle3")])
+@torch.no_grad()
 def test_every_specialist_starts_from_the_single_layer(
     single: str, specialists: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -166,17 +167,11 @@ def test_every_specialist_starts_from_the_single_layer(
     single_dir = saved(tmp_path / "single", single, loaded)
     before = load_drafter(single_dir, target, identity, read_drafter_config(single_dir)[0].capture_layers)
     drafter = untaught(specialists, target)
-    untrained = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    assert not torch.equal(distributions(drafter, target), distributions(before, target))
     start_from(single_dir, drafter, identity)
-    with torch.no_grad():
-        assert not all(torch.equal(untrained[name], tensor) for name, tensor in drafter.state_dict().items())
-        for stack in drafter.stacks:
-            assert len(stack) == 1
-            for name, tensor in before.stacks[0][0].state_dict().items():
-                assert torch.equal(stack[0].state_dict()[name], tensor)
-        assert torch.equal(distributions(drafter, target), distributions(before, target))
-        drafter.stacks[0][0].mlp.down_proj.weight.zero_()
-        assert drafter.stacks[1][0].mlp.down_proj.weight.abs().max() > 0  # copies, not one tensor for all
+    assert torch.equal(distributions(drafter, target), distributions(before, target))
+    drafter.stacks[0][0].mlp.down_proj.weight.zero_()
+    assert drafter.stacks[1][0].mlp.down_proj.weight.abs().max() > 0  # copies, not one tensor for all
 
 
 def distributions(drafter: FeatureDrafter, target: Target, cut: DraftVocab | None = None) -> torch.Tensor:
@@ -221,19 +216,15 @@ def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
 
 @pytest.mark.slow
 def test_a_run_from_a_trained_drafter(recipe_of: Any) -> None:
-    """eagle, then its specialists, then those again; another start under a checkpoint is refused."""
-    first = train(recipe_of("eagle"), "train.max_steps=2")
-    path = recipe_of("poss")
+    """eagle, then its specialists; another start under a checkpoint is refused."""
+    first, path = train(recipe_of("eagle"), "train.max_steps=2"), recipe_of("poss")
     second = train(path, f"drafter.init_from={first / 'drafter'}", "train.max_steps=2", "train.learning_rate=1e-9")
     single, several = (load_file(each / "drafter/model.safetensors") for each in (first, second))
-    torch.testing.assert_close(several["fc.weight"], single["fc.weight"])
+    name = "self_attn.q_proj.weight"
     for i in range(2):
-        name = "self_attn.q_proj.weight"
         torch.testing.assert_close(several[f"specialists.{i}.{name}"], single[f"layers.0.{name}"])
-    third = copy_of_inputs(second, second.with_name("third"))
-    train(path, f"drafter.init_from={second / 'drafter'}", "train.max_steps=1", f"output_dir={third}")
     with pytest.raises(UserError, match=r"drafter\.init_from: the checkpoint has"):
-        train(path, f"drafter.init_from={third / 'drafter'}", "train.max_steps=3", f"output_dir={third}")
+        train(path, f"drafter.init_from={second / 'drafter'}", "train.max_steps=3")
 
 
 # Checkpoints.
@@ -242,20 +233,16 @@ def test_a_run_from_a_trained_drafter(recipe_of: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_drafter_drafts_the_same(kind: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path) -> None:
     target, identity = loaded
-    drafter = untaught(kind, target).requires_grad_(False)
-    save_drafter(tmp_path / "drafter", drafter, identity, "", {})
-    shape, _ = read_drafter_config(tmp_path / "drafter")
-    assert shape == drafter.config
-    assert type(shape).from_dict(json.loads(json.dumps(shape.to_dict()))) == shape
-    again = load_drafter(tmp_path / "drafter", target, identity, shape.capture_layers)
-    assert type(again) is type(drafter)
+    drafter, written = untaught(kind, target).requires_grad_(False), set()
+    for _ in range(4):  # equal weights, equal digests
+        save_drafter(tmp_path / "drafter", drafter, identity, "", {})
+        written.add((tmp_path / "drafter/model.safetensors").read_bytes())
+    assert len(written) == 1
+    again = load_drafter(tmp_path / "drafter", target, identity, drafter.config.capture_layers)
+    assert type(again) is type(drafter) and again.config == drafter.config
     assert torch.equal(distributions(again, target), distributions(drafter, target))
     alone = read_drafter(tmp_path / "drafter")  # without the target, as exports do
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in alone.state_dict().items())
-    first = (tmp_path / "drafter/model.safetensors").read_bytes()
-    for _ in range(4):  # equal weights, equal digests
-        save_drafter(tmp_path / "drafter", drafter, identity, "", {})
-        assert (tmp_path / "drafter/model.safetensors").read_bytes() == first
     frozen = {"head_weight", "head_bias"}  # the target's
     assert not frozen & load_file(tmp_path / "drafter/model.safetensors").keys()
 
@@ -342,14 +329,10 @@ def test_numbers_that_the_weights_cannot_have_are_refused_before_anything_is_bui
 # The target's head, cut (FR-Spec).
 
 HEADS: dict[str, dict[str, Any]] = {
-    "llama": {},
+    **{"llama": {}, "cohere": {"logit_scale": 0.25}, "phi": {}},  # phi's head has a bias
     "gemma2": {"final_logit_softcapping": 3.0, "sliding_window": 8},
-    "cohere": {"logit_scale": 0.25},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 8.0},
-    "phi": {},  # its head has a bias
 }
-
-
 CUT = [*product(HEADS, ("eagle", "poss")), ("llama", "eagle3")]
 
 

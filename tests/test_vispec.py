@@ -124,23 +124,15 @@ def inputs_of(drafter: FeatureDrafter, prompts: Sequence[Prompt], packed: bool) 
     return embedder_of(drafter).inputs(ids, None if documents is None else documents.position, inserts, drafter.dtype)
 
 
-def sums_of(
-    name: str,
-    drafter: FeatureDrafter,
-    prompts: Sequence[Prompt],
-    packed: bool,
-    checkpointing: bool = False,
-    bf16: bool = False,
-) -> UnrollSums:
-    case = CASES[name]
+def sums_of(name: str, drafter: FeatureDrafter, prompts: Sequence[Prompt], packed: bool, **how: bool) -> UnrollSums:
+    case, bf16 = CASES[name], how.pop("bf16", False)
     ids, span, documents, _ = laid_out(prompts, packed)
     captured, last = states_of(drafter, prompts, packed)
     columns = columns_of(span, case.steps)
     teacher = teacher_of(small_target(), last, ids, columns, drafter.vocab)
-    inputs = inputs_of(drafter, prompts, packed)
-    trainee = trainee_of(case, drafter, checkpointing)
+    trainee = trainee_of(case, drafter, **how)
     trainee.bf16 = bf16
-    return trainee(captured.to(drafter.dtype), inputs, columns, teacher, documents)
+    return trainee(captured.to(drafter.dtype), inputs_of(drafter, prompts, packed), columns, teacher, documents)
 
 
 KEY_BIAS = "img_adaptor.k_proj.bias"
@@ -187,30 +179,26 @@ def test_the_loss_is_that_of_the_slow_twin_in_value_and_gradient(name: str) -> N
 
 @each_case
 def test_packed_rows_teach_as_padded_ones(name: str) -> None:
-    drafter, prompts = drafter_with_eyes(name), make_prompts()
-    found = []
+    drafter, found = drafter_with_eyes(name), []
     for packed in (False, True):
-        sums = sums_of(name, drafter, prompts, packed)
+        sums = sums_of(name, drafter, make_prompts(), packed)
         sums.loss.backward()
-        found.append((sums, without_key_bias(drafter)))
-    (padded, its), (packed_sums, others) = found
-    torch.testing.assert_close(packed_sums.loss, padded.loss, rtol=1e-5, atol=1e-5)
-    assert packed_sums.correct.tolist() == padded.correct.tolist()
+        found.append((sums.loss, sums.correct.tolist(), without_key_bias(drafter)))
+    (loss, correct, its), (packed_loss, packed_correct, others) = found
+    torch.testing.assert_close(packed_loss, loss, rtol=1e-5, atol=1e-5)
+    assert packed_correct == correct
     assert_same_gradients(others, its, tolerance=5e-5)
 
 
-@pytest.mark.parametrize("name", ["three tokens"])
-def test_checkpointed_steps_and_bfloat16_teach_the_same(name: str) -> None:
+def test_checkpointed_steps_and_bfloat16_teach_the_same() -> None:
     """To the bit; and up to the rounding of products, 2^-9, through a layer and a few steps."""
-    found = []
-    drafter = drafter_with_eyes(name)
-    for checkpointing, bf16 in ((False, False), (True, False), (False, True)):
-        sums_of(name, drafter, make_prompts(), True, checkpointing, bf16).loss.backward()
+    drafter, found = drafter_with_eyes("three tokens"), []
+    for how in ({}, {"checkpointing": True}, {"bf16": True}):
+        sums_of("three tokens", drafter, make_prompts(), True, **how).loss.backward()
         found.append(gradients(drafter))
     whole, again, rounded = found
     for key, expected in whole.items():
-        assert torch.equal(again[key], expected), key
-        assert rounded[key].dtype == torch.float32
+        assert torch.equal(again[key], expected) and rounded[key].dtype == torch.float32, key
         if key != KEY_BIAS:
             assert 0 < (rounded[key] - expected).norm() <= 0.05 * expected.norm(), key
 
@@ -343,21 +331,18 @@ def test_with_specialists_it_starts_from_each_part_of_it(given: str, base: str, 
 @pytest.mark.parametrize("name", a_few(["one token", "over eagle3", "over eagle3, specialists"], "over eagle3"))
 def test_decoding_with_pictures_is_lossless(name: str) -> None:
     """Rows with pictures beside one without: the target's own tokens, whatever the drafter says. Replay likewise."""
-    drafter, target = drafter_with_eyes(name), small_target()
-    prompts = make_prompts()
-    policy = policy_of(TreeSection(nodes=12, draft_calls=3, top_k=4))
-    proposer = PolicyProposer(FeatureDrafting(drafter), policy)
-    plain = [decode(target, None, prompt, {-1}, 12).token_ids for prompt in prompts]
-    drafted = decode_batch(target, proposer, prompts, {-1}, 12)
-    assert [answer.token_ids for answer in drafted] == plain
-    accepted = [answer.accepted_per_round for answer in drafted]
-    assert sum(map(sum, accepted)) > 2
+    drafter, target, prompts = drafter_with_eyes(name), small_target(), make_prompts()
     rounded = deepcopy(drafter)
     rounded.round_weights(torch.bfloat16)  # as on a GPU
-    drafted = decode_batch(target, PolicyProposer(FeatureDrafting(rounded), policy), prompts, {-1}, 12)
-    assert [answer.token_ids for answer in drafted] == plain
-    assert sum(sum(answer.accepted_per_round) for answer in drafted) > 2
+    policy = policy_of(TreeSection(nodes=12, draft_calls=3, top_k=4))
+    plain = [decode(target, None, prompt, {-1}, 12).token_ids for prompt in prompts]
     recorded = [RecordedAnswer(prompt, tokens) for prompt, tokens in zip(prompts, plain, strict=True)]
-    assert [answer.accepted_per_round for answer in replay(target, proposer, recorded, 2)] == accepted
+    for each in (drafter, rounded):
+        proposer = PolicyProposer(FeatureDrafting(each), policy)
+        drafted = decode_batch(target, proposer, prompts, {-1}, 12)
+        assert [answer.token_ids for answer in drafted] == plain
+        accepted = [answer.accepted_per_round for answer in drafted]
+        assert sum(map(sum, accepted)) > 2
+        assert [answer.accepted_per_round for answer in replay(target, proposer, recorded, 2)] == accepted
     other = make_prompts(seed=5)[0]
     assert decode(target, None, Prompt(prompts[0].token_ids, other.inserts), {-1}, 12).token_ids != plain[0]
