@@ -1,8 +1,11 @@
 """C2T by its scripts, from recorded answers to acceptance, and what they refuse."""
 
 import json
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +14,14 @@ from draftsmith.data_gen import label_trees
 from draftsmith.data_gen.trees import labelling
 from draftsmith.data_gen.trees.labelled_trees import Trees
 from draftsmith.eval import acceptance
-from draftsmith.eval.decoding.contenders import Lineup, main_contender
-from draftsmith.models.c2t import C2tConfig, read_c2t_config
+from draftsmith.eval.decoding.contenders import (
+    Lineup,
+    check_contenders,
+    drafter_identity,
+    main_contender,
+)
+from draftsmith.models.c2t import C2tClassifier, C2tConfig, read_c2t_config
+from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.train import c2t
 from tests.c2t_cases import content_of, recipe_of
@@ -78,3 +87,34 @@ def test_max_rows_ends_with_a_whole_answer(place: Path, script: Callable[..., st
         assert torch.equal(some.features, first.features) and torch.equal(some.accepted, first.accepted)
         assert len(labelled(f"labels.max_rows={len(some.accepted)}").accepted) == len(some.accepted)
         most = len(some.accepted) + 1
+
+
+# Which drafter a classifier belongs to.
+
+
+def test_a_classifier_for_another_drafter_is_refused(place: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(place)
+    mine = drafter_identity(main_contender(recipe), DraftVocab.full(64))
+    assert mine["proposer"] == "drafter" and len(mine["weights_sha256"]) == 64
+
+    def check(words: dict[str, Any], drafter: Path = place / "run/drafter") -> None:
+        C2tClassifier(C2tConfig(drafter=words)).save(tmp_path / "c2t")
+        tree = f"eval.tree={{policy: c2t, c2t: {{classifier: {tmp_path / 'c2t'}}}}}"
+        contender = replace(main_contender(recipe_of(place, tree)), drafter=drafter)
+        check_contenders(recipe, [contender])
+        Lineup(recipe.target).proposer(contender)
+
+    shutil.copytree(place / "run/drafter", tmp_path / "moved")
+    check(mine)
+    check({})  # nobody knows
+    check(mine, tmp_path / "moved")
+    for words, told in (
+        ({"proposer": "causal_lm"}, "proposer: 'causal_lm' there, 'drafter' here"),
+        ({"weights_sha256": "0" * 64}, "weights_sha256: '00000000"),
+        ({"vocab_sha256": "0" * 64}, "vocab_sha256: '0+... there, None here"),
+    ):
+        with pytest.raises(UserError, match=rf"tree.c2t.classifier: .*for another drafter.*{told}.*init_from"):
+            check(mine | words)
+    contender = main_contender(recipe_of(place, f"eval.tree={{policy: c2t, c2t: {{classifier: {tmp_path / 'c2t'}}}}}"))
+    with pytest.raises(UserError, match="a classifier for another drafter"):  # the Python API checks no contenders
+        Lineup(recipe.target).proposer(contender)

@@ -15,9 +15,17 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
+from transformers import AutoConfig
 
 from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, save_drafter, target_identity
+from draftsmith.models.checkpoint import (
+    load_drafter,
+    read_drafter,
+    read_drafter_config,
+    save_drafter,
+    target_identity,
+    target_layout,
+)
 from draftsmith.models.draft_tree import Committed, Drafting
 from draftsmith.models.drafters import drafter_shape
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
@@ -356,3 +364,19 @@ def test_a_cut_head_is_the_log_softmax_over_its_rows(family: str, kind: str) -> 
         functional.softmax(drafter.head(kept.target_ids)(features), -1),
         functional.softmax(target.logits(features)[:, kept.target_ids], -1),
     )
+
+
+# What a checkpoint says of its target.
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt2", True), ("gemma", True)])
+def test_a_target_s_layout_names_tensors_of_its_checkpoint(family: str, tied: bool, tmp_path: Path) -> None:
+    model = make_target(family, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    found = target_layout(AutoConfig.from_pretrained(tmp_path), torch.bfloat16)
+    assert (found["architectures"], found["dtype"], found["tied"]) == ([type(model).__name__], "bfloat16", tied)
+    assert found["model_type"] == model.config.model_type
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(tensors[found["embeddings"]], model.get_input_embeddings().weight)
+    assert (found["head"] in tensors) != tied
+    assert torch.equal(model.state_dict()[found["head"]], model.get_output_embeddings().weight)
