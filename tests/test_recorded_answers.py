@@ -224,21 +224,17 @@ def test_kept_for_validation_is_what_training_keeps(tmp_path: Path, target_dir: 
     assert kept_for_validation(path, 0) == set()
 
 
-def test_tokens_and_lengths_that_the_target_has_not(tmp_path: Path) -> None:
-    recording = read_answers(write_lines(tmp_path / "c.jsonl", conversation(0), conversation(50)))
+def test_answers_that_this_target_cannot_have_written(tmp_path: Path) -> None:
+    """Its vocabulary, its positions, and its identity as far as it is known: before the weights are loaded."""
+    lines = [conversation(i, tokenizer_fingerprint="f", embedding_digest=digest) for i, digest in ((0, "e"), (50, "x"))]
+    recording = read_answers(write_lines(tmp_path / "c.jsonl", *lines))
     check_answers(recording, 320, 512)
-    with pytest.raises(UserError, match=r"c\.jsonl:2: token 61 is outside the target's vocabulary of 60 tokens"):
-        check_answers(recording, 60, 512)
-    with pytest.raises(UserError, match=r"c\.jsonl:1: prompt and answer are 16 tokens, the target has 15 positions"):
-        check_answers(recording, 320, 15)
-
-
-def test_a_recorded_identity_must_be_this_target_s(tmp_path: Path) -> None:
-    lines = [conversation(i, tokenizer_fingerprint="f", embedding_digest="e") for i in range(2)]
-    other = conversation(2, tokenizer_fingerprint="f", embedding_digest="another")
-    recording = read_answers(write_lines(tmp_path / "c.jsonl", *lines, other))
-    check_recorded_from(recording, {"tokenizer_fingerprint": "f"})  # before the weights are loaded
-    with pytest.raises(UserError, match=r"c\.jsonl:3: recorded from another target: embedding_digest another there, e"):
-        check_recorded_from(recording, {"tokenizer_fingerprint": "f", "embedding_digest": "e"})
-    with pytest.raises(UserError, match=r"c\.jsonl:1: .* tokenizer_fingerprint f there, g here \(a fingerprint covers"):
-        check_recorded_from(recording, {"tokenizer_fingerprint": "g"})
+    check_recorded_from(recording, {"tokenizer_fingerprint": "f"})
+    for check, given, message in (
+        (check_answers, (60, 512), "2: token 61 is outside the target's vocabulary of 60"),
+        (check_answers, (320, 15), "1: prompt and answer are 16 tokens, the target has 15 positions"),
+        (check_recorded_from, ({"tokenizer_fingerprint": "g"},), "1: .* tokenizer_fingerprint f there, g here"),
+        (check_recorded_from, ({"tokenizer_fingerprint": "f", "embedding_digest": "e"},), "2: .* x there, e here"),
+    ):
+        with pytest.raises(UserError, match=rf"c\.jsonl:{message}"):
+            check(recording, *given)  # type: ignore[operator]
