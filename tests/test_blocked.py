@@ -47,19 +47,16 @@ def test_one_row_has_a_weight_of_its_own_in_all_but_large_layers() -> None:
         assert not torch.allclose(layer(states.expand(2, 8)), linear(states.expand(2, 8)), atol=1e-5)
 
 
-class Other(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input) + 1
-
-
-class Packed(torch.Tensor):
-    """A weight of a quantised checkpoint, in a layer that stays nn.Linear."""
-
-
 @needs_them
 def test_other_layers_and_precisions_stay() -> None:
-    inside = nn.ModuleDict({"inner": nn.Linear(4, 4)})
-    quantised = nn.Linear(4, 4)
+    class Other(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    class Packed(torch.Tensor):
+        """A weight of a quantised checkpoint, in a layer that stays nn.Linear."""
+
+    inside, quantised = nn.ModuleDict({"inner": nn.Linear(4, 4)}), nn.Linear(4, 4)
     quantised.weight = nn.Parameter(torch.randn(4, 4).as_subclass(Packed))
     model = nn.Sequential(nn.Linear(4, 4), inside, Other(4, 4), nn.Linear(4, 4).double(), quantised)
     block_linears(model)

@@ -46,15 +46,15 @@ def generated(place: Path, prompt: list[int], scale: float, tokens: int) -> list
     guide = UnbatchedClassifierFreeGuidanceLogitsProcessor(scale, model, unconditional)
     settings = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": 2, "pad_token_id": 0}
     ids = torch.tensor([prompt])
-    return model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[guide], **settings)[0][
-        len(prompt) :
-    ].tolist()
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[guide], **settings)
+    return out[0][len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(
-    "policy", [None, Chain(3), Eagle2(nodes=8, draft_calls=3, top_k=3)], ids=["plain", "chain", "tree"]
+    ("scale", "policy"),
+    [(0.0, None), (3.0, Chain(3)), (3.0, Eagle2(nodes=8, draft_calls=3, top_k=3))],
+    ids=["plain", "chain", "tree"],
 )
-@pytest.mark.parametrize("scale", [0.0, 3.0])
 def test_greedy_answers_are_those_of_generate(place: Path, scale: float, policy: TreePolicy | None) -> None:
     target = loaded_target(section(place, scale), (0, 1, 2))
     # Its own law without guidance drafts for it: sometimes right.

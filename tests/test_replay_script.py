@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from draftsmith.eval import acceptance
-from draftsmith.eval.decoding.contenders import main_contender
+from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.eval.recorded.answers import kept_for_validation
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.errors import UserError
@@ -109,7 +109,7 @@ def test_what_recorded_answers_say_of_themselves(place: Path, measure: Callable[
     write_lines(path, conversation(0, temperature=None))
     with pytest.raises(UserError, match=r"answers that were drawn \(or may have been\)"):
         measure("eval.mode=replay", f"eval.answers={path}", chain, "--plan")
-    main = main_contender(load_recipe(place / "recipe.yaml")).name
+    main = contenders_of(load_recipe(place / "recipe.yaml"))[0].name
     lines = [generation_line(name, "x", [5, 4]) for name in ("plain decoding", main)]
     write_lines(path, *lines, generation_line("plain decoding", "y", [5, 4]))
     with pytest.raises(UserError, match=f"the answers of '{main}' are not to the same turns"):

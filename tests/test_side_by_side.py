@@ -124,7 +124,9 @@ PROPOSERS: dict[str, Sequence[str]] = {  # with the trees of each
 EVERYTHING = [each for kind, trees in PROPOSERS.items() for each in product([kind], trees, RULES)]
 # Where one row copies and another draws, the rule sees both kinds of trees at once.
 MIXED = [each for each in EVERYTHING if each[0] == "routed" and "drawn" in each[1]]
-COMBINATIONS = [*MIXED, *meeting([each for each in EVERYTHING if each not in MIXED])]
+PAIRS = [*MIXED, *meeting([each for each in EVERYTHING if each not in MIXED])]
+FEW = {MIXED[0], *meeting(PAIRS, 1)}
+COMBINATIONS = [each if each in FEW else pytest.param(each, marks=pytest.mark.slow) for each in PAIRS]
 
 
 def policy(name: str, sampling: Sampling) -> TreePolicy:
