@@ -14,11 +14,10 @@ from draftsmith.data_gen.trees.labelled_trees import Trees
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.target import Target, load_causal_lm
-from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe, TargetSection
 from tests.conftest import make_tokenizer
-from tests.pairs import PROMPTS, greedy, taught
+from tests.pairs import PROMPTS, greedy, pair_of
 
 
 def made_trees(trees: int, rows: int, seed: int = 0, law: Callable[..., torch.Tensor] | None = None) -> Trees:
@@ -48,7 +47,7 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("c2t")
     section, tokenizer = TargetSection(model=str(target_dir), dtype="float32"), make_tokenizer()
     target = Target(load_causal_lm(section, "cpu"))
-    drafter = taught(target, DraftVocab.full(target.vocab_size), steps=80)
+    _, drafter = pair_of("llama", None)  # of the same weights
     identity = target_identity(target, section.model, None, tokenizer_fingerprint(tokenizer))
     save_drafter(folder / "run/drafter", drafter, identity, "", {})
     prompts = [*PROMPTS, *([20 + i, 30, 40 + i] for i in range(4))]

@@ -233,7 +233,7 @@ def test_an_interrupted_run_leaves_the_older_one_whole(place: Path, tmp_path: Pa
             assert left == before and (partial is not None) == (name == "how_made")
 
 
-@pytest.mark.parametrize("mode", ["decode", "replay"])
+@pytest.mark.parametrize("mode", ["decode", pytest.param("replay", marks=pytest.mark.slow)])
 def test_two_evaluations_do_not_write_to_one_folder(place: Path, tmp_path: Path, mode: str) -> None:
     arguments = [str(place / "recipe.yaml"), f"eval.out={tmp_path}", "eval.max_prompts=1"]
     if mode == "replay":

@@ -16,7 +16,7 @@ from draftsmith.models.sampling import Sampling
 from draftsmith.models.vocab import cut_vocab
 from tests.decoding import decode
 from tests.test_sampling import EnumeratedDraws, answers_of, assert_same_law, enumerate_law, small_pair
-from tests.thinning import EXHAUSTIVE, pairwise
+from tests.thinning import a_few, pairwise
 
 STOP = 4
 
@@ -39,10 +39,11 @@ def policy_for(name: str, sampling: Sampling) -> TreePolicy:
     return Chain(2, sampling=sampling) if name == "drawn chain" else Chain(2)
 
 
-@pytest.mark.parametrize("length", [2, pytest.param(3, marks=EXHAUSTIVE)])
-@pytest.mark.parametrize(
-    ("policy", "temperature", "own"), pairwise(["chain", "drawn chain", "tree"], [0.5, 1.0], [None, (0, 1, 3, 4)])
-)
+CUTS = pairwise(["chain", "drawn chain", "tree"], [0.5, 1.0], [None, (0, 1, 3, 4)])
+LAWS = [(*each, length) for each in CUTS for length in (2, 3)]  # tokens
+
+
+@pytest.mark.parametrize(("policy", "temperature", "own", "length"), a_few(LAWS, LAWS[0], LAWS[4], LAWS[8]))
 def test_sampled_answers_have_the_target_s_law_whatever_is_cut(
     policy: str, temperature: float, own: tuple[int, ...] | None, length: int
 ) -> None:

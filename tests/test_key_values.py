@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from draftsmith.models.key_values import BufferKind, KeyValues, SlotTree
 from draftsmith.models.layers import grouped_attention
-from tests.thinning import EFFORTS, effort
+from tests.thinning import MANY, effort
 
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 10**6)
@@ -107,7 +107,7 @@ class Buffers(RuleBasedStateMachine):
             self.rows.append([[(keys[0, :, i], values[0, :, i]) for keys, values in new] for i in range(length)])
 
 
-@pytest.mark.parametrize("examples", EFFORTS)
+@pytest.mark.parametrize("examples", [8, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_buffers_hold_what_lists_of_columns_hold(examples: int) -> None:
     run_state_machine_as_test(Buffers, settings=effort(examples, steps=15))
 

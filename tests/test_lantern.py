@@ -131,6 +131,7 @@ PROPOSERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delta", [0.1])
 @pytest.mark.parametrize("proposer", a_few(PROPOSERS, "drawn siblings"))
 def test_the_law_of_first_tokens_stays_within_delta(proposer: str, delta: float) -> None:

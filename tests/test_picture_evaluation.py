@@ -97,8 +97,12 @@ def lines_of(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def lines(place: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """The answers of one run."""
-    measure(place)
+    """The answers of one run, in which the tower reads a picture once for all contenders."""
+    read, reading = list[str](), PictureReader._read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PictureReader, "_read", lambda self, it: read.append(it.digest) or reading(self, it))
+        measure(place)
+    assert len(set(read)) == 3 and len(read) == 6  # by the target and by the drafter that is the same model
     return lines_of(place / "run/eval/generations.jsonl")
 
 
@@ -147,14 +151,6 @@ def test_lines_name_pictures_and_hold_none(place: Path, lines: dict[Any, dict[st
     for contender in (PLAIN, "eagle3"):
         assert {key: lines[(contender, *key)].get("pictures") for key in wanted} == wanted
     assert "base64" not in (place / "run/eval/generations.jsonl").read_text()
-
-
-def test_the_tower_reads_a_picture_once_for_all_contenders(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    reading = PictureReader._read
-    monkeypatch.setattr(PictureReader, "_read", lambda self, it: read.append(it.digest) or reading(self, it))
-    measure(place, f"eval.out={place / 'once'}")
-    assert len(set(read)) == 3 and len(read) == 6  # by the target and by the drafter that is the same model
 
 
 def test_what_cannot_be_shown_is_rejected_with_its_reason(place: Path, target_dir: Path, tmp_path: Path) -> None:

@@ -48,10 +48,12 @@ def test_plain_decoding_wins_where_nothing_beats_it(
     answers = [RecordedAnswer([1, 2], [*range(9)], GREEDY, conversation_id=str(i)) for i in range(3)]
     rounds = {
         contender.name: [
-            Generation([1, 2], [*range(9)], [most - 1] * (8 // most), False, tree_nodes=[most] * 9, draft_calls=[1] * 9)
+            Generation(
+                [1, 2], [*range(9)], [most - 1] * count, False, tree_nodes=[most] * count, draft_calls=[1] * count
+            )
             for _ in answers
         ]
-        for contender, most in zip(contenders, (4, 2), strict=True)
+        for contender, most, count in zip(contenders, (4, 2), (2, 4), strict=True)
     }
     costs = linear_costs(trees, node, call)
     rows = ranked(costs, contenders, rounds, answers, 100, 0)

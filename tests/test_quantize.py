@@ -29,6 +29,7 @@ from draftsmith.models.quantize import (
     check_quantization,
     fake_quantized,
     quantize_layers,
+    target_changes,
 )
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.errors import UserError
@@ -110,6 +111,7 @@ def test_only_the_decoder_s_linear_layers_are_quantised_and_the_plan_counts_thei
         assert size.weight_bytes == sum(tensor.nbytes for tensor in held) and "exact" in size.weight_basis
 
 
+@pytest.mark.slow
 def test_a_drafter_of_the_float_target_drafts_for_the_quantised_one_token_by_token() -> None:
     """In float64 the fake-quantised model's greedy tokens are certain, and they are not the float model's."""
     plain = Target(make_target(**WIDE))
@@ -131,6 +133,7 @@ def test_the_precision_is_part_of_the_target_s_identity(wide_dir: Path, tmp_path
         TargetFacts.read(section_of(wide_dir, **settings)) for settings in ({}, {"quantization": "int4"})
     )
     assert quantised.identity["quantization"] == "int4, groups of 64"
+    assert target_changes(section_of(wide_dir, quantization=FAKE))["quantization"] == "fake int4, groups of 32"
     assert {key for key in plain.identity if plain.identity[key] != quantised.identity[key]} == {"quantization"}
     for mine, theirs in ((plain, quantised), (quantised, plain)):
         written_by = {key: value for key, value in theirs.identity.items() if value is not None}
@@ -201,6 +204,7 @@ def test_a_machine_without_kernels_is_told_what_it_lacks(monkeypatch: pytest.Mon
 CHAIN = {"policy": "chain", "nodes": 4}
 
 
+@pytest.mark.slow
 def test_rows_of_another_precision_have_their_own_plain_decoding(place: Path, tmp_path: Path, target_dir: Path) -> None:
     rivals: list[dict[str, Any]] = [
         {

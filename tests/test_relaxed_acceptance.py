@@ -57,6 +57,7 @@ def recipe(request: pytest.FixtureRequest, place: Path, tmp_path: Path) -> Recip
     return load_recipe(str(place / "recipe.yaml"), settings)
 
 
+@pytest.mark.slow
 def test_a_relaxed_contender_is_measured_told_and_not_replayed(
     recipe: Recipe, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ def test_an_answer_is_the_target_s_own(target_dir: Path, drafter_dir: Path) -> N
     assert speculator.answer("the cat", max_new_tokens=40).text == answer.text
 
 
+@pytest.mark.slow
 def test_a_gpu_s_drafter_has_the_target_s_precision(
     target_dir: Path, drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

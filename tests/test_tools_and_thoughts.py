@@ -112,10 +112,7 @@ SAID += [("observation", "on the mat"), ("gpt", "on the mat.")]
 FORMS: dict[str, dict[str, Any]] = {
     "openai": {"messages": TALK, "tools": json.dumps(TOOLS)},
     "sharegpt": {
-        "conversations": [
-            *({"from": who, "value": said} for who, said in SAID.items()),
-            {"from": "gpt", "value": "on the mat."},
-        ],
+        "conversations": [{"from": who, "value": said} for who, said in SAID],
         "tools": json.dumps([SCHEMA]),
     },
     "as text": {"messages": json.dumps(TALK), "tools": [json.dumps(TOOLS[0])]},

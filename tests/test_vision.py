@@ -243,7 +243,8 @@ def test_embeddings_and_positions_are_the_model_s_own(family: str, folders: dict
 # Decoding.
 
 
-@pytest.mark.parametrize("family", a_few(FAMILIES, "qwen2_5_vl"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_answers_are_the_model_s_own(family: str, folders: dict[str, Path]) -> None:
     """With pictures, several of them, in later turns, beside text: one by one, and side by side. As its own drafter the
     target accepts whole chains; another one is mostly wrong."""

@@ -146,7 +146,7 @@ def without_key_bias(drafter: FeatureDrafter) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", a_few(CASES, "two layers", "over eagle3"))
+@pytest.mark.parametrize("name", a_few(CASES, "over eagle3"))
 def test_the_loss_is_that_of_the_slow_twin_in_value_and_gradient(name: str) -> None:
     """Several rows, several pictures each; the tolerance is that of tests/test_unroll.py."""
     case, target, drafter = CASES[name], small_target(), drafter_with_eyes(name).double()

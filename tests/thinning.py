@@ -43,7 +43,12 @@ def a_few(values: Iterable[Any], *fast: Any) -> list[Any]:
     return [*fast, *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=EXHAUSTIVE) for v in left)]
 
 
-EFFORTS = [pytest.param(4, id="few"), pytest.param(100, id="many", marks=pytest.mark.slow)]  # examples
+MANY = 100  # examples
+
+
+def efforts(names: Iterable[str], *fast: str) -> list[Any]:
+    """(name, examples) of a test: few examples for those that are fast, and many for all, slow."""
+    return [*((name, 4) for name in fast), *(pytest.param(name, MANY, marks=pytest.mark.slow) for name in names)]
 
 
 def effort(examples: int, steps: int = 10) -> settings:
