@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 import pytest
 
-from draftsmith.eval import acceptance
 from draftsmith.eval.decoding import contenders
 from draftsmith.eval.decoding.contenders import (
     Contender,
@@ -23,18 +22,15 @@ from draftsmith.eval.measured import benchmarks, evaluation
 from draftsmith.eval.measured.benchmarks import PLAIN, Bench, load_questions
 from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.page import files
-from draftsmith.eval.page import files as report_files
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import ProposerName, TreeSection
-from tests.compare_cases import also
 from tests.compare_cases import place as place
 from tests.report_cases import Page
 from tests.thinning import a_few
-from tests.training_runs import run_main
 
 # One lineup.
 
@@ -66,34 +62,6 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
     assert [vocabularies[name].size for name in (main, "cut", "lm", "lm cut")] == [60, 16, 320, 50]
     # The 16 most frequent of the drafter's tokens 3 to 62, where lower ids were counted more often.
     assert vocabularies["cut"].target_ids.tolist() == list(range(3, 19))
-
-
-@pytest.mark.slow
-def test_compare_measures_everyone_on_the_same_prompts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        str(place / "recipe.yaml"),
-        f"eval.out={place / 'out'}",
-        also(proposer="causal_lm", draft_model={"model": str(place / "small")}, tree={"policy": "chain", "nodes": 4}),
-        *("--compare", "svip: eval.tree={policy: svip, draft_calls: 6}", "cut: eval.tree.vocab_size=16"),
-        *(str(place / "other.yaml"), "eval.tree.nodes=4"),
-    ]
-    run_main(acceptance, *arguments, "--plan")
-    assert "svip: svip, at most 7 nodes" in capsys.readouterr().out and not (place / "out").exists()
-    run_main(acceptance, *arguments)
-    content = report_files.read_acceptance(place / "out/acceptance.json")
-    rows = content["contenders"]
-    assert len(rows) == 7 and list(rows)[:2] == [PLAIN, content["contender"]]
-    assert all(row["matches_target"] for row in rows.values())
-    assert all(row["new_tokens"] == rows[PLAIN]["new_tokens"] for row in rows.values())
-    assert rows["cut"]["tree"]["vocab_size"] == 16 and rows["svip"]["tree"]["svip"] == {"c": 0.15, "h": 0.3}
-    assert rows["x"]["proposer"] == "causal_lm" and rows["x"]["drafter"] == str(place / "small")
-    assert rows[PLAIN]["tree"] is None and rows[PLAIN]["wasted_nodes_per_round"] == 0
-    log = [json.loads(line) for line in (place / "out/generations.jsonl").read_text().splitlines()]
-    for name, row in rows.items():
-        mine = [record for record in log if record["contender"] == name]
-        drafted = sum(sum(r["tree_nodes"]) - len(r["tree_nodes"]) - sum(r["accepted_per_round"]) for r in mine)
-        assert row["wasted_nodes_per_round"] == pytest.approx(drafted / row["rounds"], abs=1e-4)
-        assert row["tau_ratio"] == pytest.approx(row["tau"] / rows[content["contender"]]["tau"], abs=1e-3)
 
 
 # Batches.

@@ -183,6 +183,7 @@ def test_damaged_token_counts_are_refused(
     assert str(path) in str(caught.value) and "draftsmith rank-vocab" in str(caught.value)
     save_file({"counts": torch.arange(6)}, path, metadata=GOOD)
     assert cut_by_file(path, "ab" * 32, DraftVocab.full(6), 2, []).target_ids.tolist() == [4, 5]
+    assert cut_by_file(path, "ab" * 32, DraftVocab.full(6), 2, [1]).target_ids.tolist() == [1, 4]  # the target's own
     with pytest.raises(UserError, match=r"eval\.token_counts: .* was counted .* abababab.* has cdcdcdcd"):
         cut_by_file(path, "cd" * 32, DraftVocab.full(6), 2, [])
     path.write_bytes(path.read_bytes()[:-8])
