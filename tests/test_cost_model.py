@@ -148,7 +148,9 @@ class Clocked:
     def changed(self, *_: object) -> None:
         raise AssertionError("no answer begins, ends or is rolled back while costs are measured")
 
-    admit = keep = rollback = changed
+    admit: Any = changed
+    keep: Any = changed
+    rollback: Any = changed
 
     def observe(self, committed: Committed) -> None:
         self.clock.now += self.pace * (self.reads + 50 * (0 < self.rounds < SETTLING))

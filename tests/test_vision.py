@@ -195,10 +195,9 @@ def test_pictures_come_as_files_bytes_or_images(folders: dict[str, Path], tmp_pa
     wanted = render_prompt(tokenizer, [asked("the cat", picture())])
     for part in given:
         messages = [{"role": "user", "content": [part, {"type": "text", "text": "the cat"}]}]
-        prompt = render_prompt(tokenizer, messages)
-        assert prompt == wanted
+        assert render_prompt(tokenizer, messages) == wanted
     assert opened(picture().convert("CMYK")).mode == "RGB"
-    insert = prompt.inserts[0]
+    [insert] = render_prompt(tokenizer, [{"role": "user", "content": given[:1]}]).inserts
     assert isinstance(insert, PictureInsert)
     pixels, processor = insert.pixels(), insert.pixels.func.__self__  # type: ignore[attr-defined]
     processor._held.clear()

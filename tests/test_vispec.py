@@ -56,13 +56,9 @@ EYES: dict[str, tuple[str, dict[str, Any], int, Any, Any]] = {  # base, own, ste
     "specialists": ("eagle", {"compressed_tokens": 2, **ONE_EACH}, 3, "specialists", EAGLE),
     "over eagle3, specialists": ("eagle3", TWO_EACH | {"norm_output": True}, 3, False, EAGLE3),
 }
-CASES = {
-    name: Case(
-        *("vispec", *case, *((0.8, 36) if name in ("over eagle3", "over eagle3, specialists") else ())),
-        whole_passes=name == "whole passes",
-    )
-    for name, case in EYES.items()
-}
+CASES = {name: Case("vispec", *case, whole_passes=name == "whole passes") for name, case in EYES.items()}
+for name in ("over eagle3", "over eagle3, specialists"):
+    CASES[name] = replace(CASES[name], step_weight=0.8, draft_tokens=36)
 each_case = pytest.mark.parametrize("name", a_few(CASES, "three tokens", "whole passes", "over eagle3", "specialists"))
 PLACEHOLDER = 1
 # Of each text: its tokens, and (first, tokens) of its pictures. Two of them touch; one begins its text; one has fewer
