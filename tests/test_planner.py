@@ -34,7 +34,7 @@ from tests.training_runs import run_main
 def linear_costs(trees: Sequence[TreeSection], node: float, call: float) -> Costs:
     """A forward over n nodes takes 1 + node * (n - 1) seconds, a draft call `call`."""
     nodes, free = Curve(((1.0, 1.0), (101.0, 1 + node * 100))), Curve(((1.0, 0.0), (101.0, 0.0)))
-    verify, rest = ({shape: each for shape in ("chain", "tree")} for each in (nodes, free))
+    verify, rest = (dict.fromkeys(("chain", "tree"), each) for each in (nodes, free))
     calls = Curve(((1.0, call), (101.0, call * 101)))
     return Costs(1.0, verify, rest, {family(tree): calls for tree in trees}, prompt=0.0, context=10)
 

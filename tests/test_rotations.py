@@ -114,7 +114,7 @@ def test_a_drafter_is_trained_drafts_and_is_exported_whatever_rotation_its_targe
     config = eagle_config(drafter.config, "", torch.float32)
     for spelling in ("rope_parameters", "rope_scaling"):  # of transformers 5, and of 4
         told = {key: value for key, value in config.items() if key != spelling}
-        tensors = {name: None for name in ("d2t", "lm_head.weight", "norm.weight")}
+        tensors = dict.fromkeys(("d2t", "lm_head.weight", "norm.weight"))
         assert read_config(told, target.config, tensors).rope_parameters == rope
 
 
