@@ -32,8 +32,8 @@ class Buffers(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = KeyValues(KINDS, [0], capacity=3)
-        self.rows: list[list[list[tuple[torch.Tensor, torch.Tensor]]]] = [[]]
+        self.store = KeyValues(KINDS, [0, 0, 0], capacity=3)
+        self.rows: list[list[list[tuple[torch.Tensor, torch.Tensor]]]] = [[], [], []]
         self.written = 0  # columns that any row ever had
 
     def columns(self, rows: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

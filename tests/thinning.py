@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 
@@ -58,5 +58,6 @@ def effort(examples: int, steps: int = 10) -> settings:
         stateful_step_count=steps,
         deadline=None,
         derandomize=True,
+        phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
