@@ -164,15 +164,15 @@ def test_what_cannot_be_shown_is_rejected_with_its_reason(place: Path, target_di
     out = tmp_path / "out"
     prompts = write_lines(tmp_path / "prompts.jsonl", *records, {"id": "text", "prompt": "rain"})
     lookup = 'eval.also=[{"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 4}}]'
-    settings = (f"eval.prompts={prompts}", f"eval.out={out}", "eval.drafter=null", lookup)
-    measure(place, *settings)
+    settings = (f"eval.prompts={prompts}", f"eval.out={out}")
+    measure(place, *settings, "eval.also=[]")
     assert {name for _, name, _ in lines_of(out / "generations.jsonl")} == {"text"}
     rejects = [json.loads(line) for line in (out / "prompts.rejects.jsonl").read_text().splitlines()]
     assert len(rejects) == len(records)
     assert all(reject["reason"].startswith(f"{reject['record']['id']}: ") for reject in rejects)
     write_lines(prompts, *(place / "prompts.jsonl").read_text().splitlines()[:4])
     with pytest.raises(UserError, match=re.escape("(4 not text only)")):  # where no other is left
-        measure(place, *settings, f"target.model={target_dir}", "--plan")
+        measure(place, *settings, lookup, "eval.drafter=null", f"target.model={target_dir}", "--plan")
 
 
 # Replay.

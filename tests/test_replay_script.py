@@ -101,7 +101,7 @@ def test_of_what_was_trained_on_the_kept_conversations_are_replayed(
         assert ": 22 answers, " in said and ("has learnt these answers" in said) == noted
 
 
-def test_what_recorded_answers_say_of_themselves(place: Path, measure: Callable[..., None]) -> None:
+def test_what_recorded_answers_say_of_themselves(place: Path, target_dir: Path, measure: Callable[..., None]) -> None:
     """top_p means nothing at temperature 0; of answers without a temperature nobody knows."""
     chain = "eval.tree={policy: chain, nodes: 4, draw: sampled}"
     path = write_lines(place / "greedy.jsonl", conversation(0, top_p=0.9, top_k=5))
@@ -114,6 +114,11 @@ def test_what_recorded_answers_say_of_themselves(place: Path, measure: Callable[
     write_lines(path, *lines, generation_line("plain decoding", "y", [5, 4]))
     with pytest.raises(UserError, match=f"the answers of '{main}' are not to the same turns"):
         measure("eval.mode=replay", f"eval.answers={path}", "--plan")
+    answer = greedy(Target(load_causal_lm(TargetSection(model=str(target_dir), dtype="float32"))), [5], 8)
+    write_lines(path, *(generation_line(name, "x", answer[:n]) for name, n in (("plain decoding", 8), (main, 5))))
+    measure("eval.mode=replay", f"eval.answers={path}", f"eval.out={place / 'run/own'}")
+    replayed = lines_of(place / "run/own/replay/generations.jsonl")
+    assert {line["contender"]: len(line["token_ids"]) for line in replayed} == {"plain decoding": 8, main: 5}
 
 
 def test_answers_of_another_target_with_the_same_tokenizer_are_refused(

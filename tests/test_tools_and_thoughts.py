@@ -107,10 +107,13 @@ TALK = [
     {"role": "tool", "tool_call_id": "c1", "content": "on the mat"},
     LAST,
 ]
+OLDER = {"role": "assistant", "content": "I look.", "function_call": CALLED["function"]}
 SAID = [("human", "where is the cat?"), ("gpt", "I look."), ("function_call", json.dumps(CALLED["function"]))]
 SAID += [("observation", "on the mat"), ("gpt", "on the mat.")]
 FORMS: dict[str, dict[str, Any]] = {
     "openai": {"messages": TALK, "tools": json.dumps(TOOLS)},
+    "older openai": {"messages": [ASK, OLDER, {"role": "function", "name": "search", "content": "on the mat"}, LAST]}
+    | {"tools": [SCHEMA]},
     "sharegpt": {
         "conversations": [{"from": who, "value": said} for who, said in SAID],
         "tools": json.dumps([SCHEMA]),
@@ -119,7 +122,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("form", "parquet"), [("openai", 0), ("openai", 1), ("sharegpt", 0), ("as text", 1)])
+@pytest.mark.parametrize(("form", "parquet"), [("openai", 1), ("older openai", 0), ("sharegpt", 0), ("as text", 1)])
 def test_tool_calls_are_supervised_as_the_template_writes_them(tmp_path: Path, form: str, parquet: bool) -> None:
     tokenizer, path = tokenizer_with(EVERYTHING), str(tmp_path / "c.parquet")
     if parquet:  # another record with other keys: Arrow gives both records the keys of both
