@@ -18,6 +18,7 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
 from tests.compare_cases import place as place
 from tests.conftest import make_target
+from tests.pairs import greedy
 from tests.replay_cases import SAME, conversation, generation_line, write_lines
 from tests.training_runs import run_main
 
