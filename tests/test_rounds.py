@@ -278,7 +278,7 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "poss": lambda: drafted_by("poss"),
     "causal lm": lambda: PolicyProposer(CausalLMDrafting(small_target(1)), policy_of(TREE)),
     "hierarchy": hierarchy,
-    "routed": lambda: beside(drafted_by("eagle3"), CORPUS, 3, fuse=False),
+    "routed": lambda: beside(drafted_by("eagle3"), CORPUS, 1, fuse=False),  # for all rows at once, now and then
     "fused": lambda: beside(drafted_by("eagle3"), CORPUS, 3, fuse=True),
     "hierarchy, routed": lambda: beside(hierarchy(), CORPUS, 3, fuse=False),
 }
