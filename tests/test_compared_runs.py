@@ -22,6 +22,7 @@ from draftsmith.eval.measured import benchmarks, evaluation
 from draftsmith.eval.measured.benchmarks import PLAIN, Bench, load_questions
 from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.page import files
+from draftsmith.models.chat import decode_answer
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -90,6 +91,9 @@ def test_a_batch_gives_the_answers_of_one_at_a_time(
         assert not rejects.total
         keys = {name: [(g.conversation_id, g.turn) for g in generations] for name, generations in results.items()}
         assert len(set(map(tuple, keys.values()))) == 1  # the same turns in the same order for all
+        said = {(g.conversation_id, g.turn): decode_answer(lineup.tokenizer, g.token_ids) for g in results[PLAIN]}
+        for g in results[found[0].name]:  # later prompts hold plain decoding's answers
+            assert g.turn == 1 or said[g.conversation_id, 1] in str(lineup.tokenizer.decode(g.prompt_token_ids))
         return {
             (name, g.conversation_id, g.turn): (g.token_ids, g.accepted_per_round)
             for name, generations in results.items()

@@ -84,6 +84,15 @@ def test_a_ranked_tree_equals_the_slow_walk(shape: str, seed: int, drawn_as: str
         assert max(moved.values()) <= budget[1] + 1e-9
 
 
+def test_siblings_share_one_budget() -> None:
+    """Each has a neighbour of its own with a tenth of the mass; the budget is enough for two of them."""
+    near, p, tree = [[3], [4], [5], [], [], [], []], [0.2] * 3 + [0.1] * 4, one_tree([6, 0, 1, 2], [-1, 0, 0, 0])
+    relaxation = Relaxation(torch.tensor([each or [-1] for each in near]), delta=0.25)
+    law, moved = law_of(LanternAcceptance(Sampling(1.0), relaxation), tree, torch.tensor([p] * 4).log())
+    assert_same_law(law, reference.lantern_walk([6, 0, 1, 2], [-1, 0, 0, 0], [p] * 4, near, ("delta", 0.25))[0])
+    assert moved[0] == pytest.approx(0.2, abs=1e-6)
+
+
 @pytest.mark.parametrize("siblings", [1, 2, 3])
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
 def test_drawn_children_equal_the_slow_walk_and_stay_within_their_bound(
