@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import check_contenders, contenders_of
@@ -96,7 +96,10 @@ def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path) -> None
     page = " ".join(Page(source).text.split())
     assert "What the answers look like" in page and "no whole picture" in page
     assert f"lantern {moved['lantern']:.3f}" in page.partition("Total variation from the target's distribution")[2]
-    assert len(list(out.glob("neighbours-*.safetensors"))) == 4  # 4, 8 and all 15 codes; 8 embeddings
+    tables = [load_file(path)["neighbours"] for path in out.glob("neighbours-*.safetensors")]
+    assert len(tables) == 4  # 4, 8 and all 15 codes; 8 embeddings
+    codes = {VOCABULARY[name] for name in CODES}
+    assert sum(set(table.unique().tolist()) <= {-1, *codes} for table in tables) == 3
 
 
 def test_rows_of_codes_are_pictures_and_anything_else_is_none(place: Path) -> None:

@@ -122,6 +122,11 @@ def check_continuations(corpus: StaticAutomaton, found: Match, paths: Counter[tu
             assert sorted((paths[path] for path in known), reverse=True) == best
 
 
+def test_of_many_occurrences_some_are_looked_at_everywhere() -> None:
+    corpus = corpus_of([[3, 5, 1]] * 200 + [[4, 5, 2]] * 200, 9)
+    assert sorted(corpus.continuations(corpus.longest([5]), 9, 9, 9)[0]) == [1, 2]
+
+
 def test_a_file_holds_the_same_automaton(tmp_path: Path) -> None:
     path = tmp_path / "sam.safetensors"
     for vocab_size in (9, 2**16):

@@ -272,7 +272,7 @@ def test_rows_come_and_go_with_their_positions(family: str, folders: dict[str, P
     session.prefill(prompts[2:], at_once=1000)
     session.read([[5, 6]] * 4)
     session.keep([3, 1, 0])
-    cut = prompts[1].inserts[1].first - 1  # before the second picture
+    cut = prompts[1].inserts[1].first  # before the second picture
     session.rollback([len(prompts[3]) + 1, cut, len(prompts[0])])
     texts = [prompts[3].then([5]), Prompt(prompts[1][:cut], prompts[1].inserts[:1]), prompts[0]]
     for more in ([[7], [8], [9]], [[11], [12], [13]]):
