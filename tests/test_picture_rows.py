@@ -2,6 +2,7 @@
 
 from base64 import b64encode
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import yaml
 
 from draftsmith.data_gen.rows.overlap import Check
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
+from draftsmith.data_gen.states.store import key_of
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.models.checkpoint import read_drafter_config, read_weights
 from draftsmith.models.vocab import DraftVocab
@@ -95,6 +97,8 @@ def test_rows_carry_the_pictures_of_their_messages(family: str, home: Path) -> N
         assert len(asked.inserts) == turn + 1
         assert PLACEHOLDER not in row.input_ids[start:end] and row.input_ids[end - 1] == END
     assert rows[1].inserts == () and PLACEHOLDER not in rows[1].input_ids
+    other = replace(row, inserts=(row.inserts[0], replace(row.inserts[1], content="another")))
+    assert key_of(other) != key_of(replace(row))
 
 
 @pytest.mark.parametrize("family", a_few(FAMILIES, "qwen3_vl"))

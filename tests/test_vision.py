@@ -156,6 +156,15 @@ def test_what_cannot_be_shown_is_refused(family: str, folders: dict[str, Path], 
             render_prompt(reader, [{"role": "user", "content": content}])
 
 
+def test_a_picture_read_otherwise_is_another(folders: dict[str, Path], tmp_path: Path) -> None:
+    copytree(folders["llava"], tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [0.1, 0.2, 0.3]}))
+    tokenizers = [load_tokenizer(section_of(folder)) for folder in (folders["llava"], folders["llava"], tmp_path)]
+    keys = [render_prompt(tokenizer, [asked("the cat", picture())]).digest for tokenizer in tokenizers]
+    assert keys[0] == keys[1] != keys[2]
+
+
 def test_a_chat_template_of_the_processor_serves(folders: dict[str, Path], tmp_path: Path) -> None:
     """LLaVA's published folders have it in a file that tokenizers do not read."""
     copytree(folders["llava_next"], tmp_path, dirs_exist_ok=True)
