@@ -144,5 +144,5 @@ $(LLAMA_CPP)/.built: | $(INSTALLED)
 	@touch $@
 
 clean:  ## remove what builds and tools leave; .venv and runs stay
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path "./.venv/*" -prune -exec rm -rf {} +

@@ -14,10 +14,9 @@ from draftsmith.data_gen.c2t_labels.labelled_trees import Trees
 from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe, TargetSection
-from tests.pairs import PROMPTS, greedy, taught
+from tests.pairs import PROMPTS, greedy, pair_of
 
 
 def made_trees(trees: int, rows: int, seed: int = 0, law: Callable[..., torch.Tensor] | None = None) -> Trees:
@@ -43,9 +42,9 @@ def same_trees(a: Trees, b: Trees) -> bool:
 def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe over a drafter that was taught half of the recorded answers."""
     folder = tmp_path_factory.mktemp("c2t")
-    section = TargetSection(model=str(target_dir), dtype="float32")
+    section, tokenizer = TargetSection(model=str(target_dir), dtype="float32"), make_tokenizer()
     target = Target(TargetFiles(section).load_model("cpu"))
-    drafter = taught(target, DraftVocab.full(target.vocab_size), steps=80)
+    _, drafter = pair_of("llama", None)  # of the same weights
     identity = TargetFiles(section).identity_of(target)
     save_drafter(folder / "run/drafter", drafter, identity, "", {})
     prompts = [*PROMPTS, *([20 + i, 30, 40 + i] for i in range(4))]

@@ -3,12 +3,15 @@
 Random drafters accept nothing, and a loop that never accepts hides most of its defects.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.drafters import build_drafter, drafter_shape
@@ -20,6 +23,7 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 from draftsmith.train.run.settings import trainee_of
 from tests.conftest import make_target
+from tests.shared import built
 
 PROMPTS = ([11, 12, 13], [21, 22, 23, 24, 25, 26, 27, 28, 29], [7], [5, 6, 5, 6, 5, 6, 5])
 
@@ -58,11 +62,32 @@ def taught(
     return drafter
 
 
-@torch.enable_grad()  # whoever asks first may be a test of decoding
 def _teach(
     trainee: TrainingTimeTest, target: Target, prompts: Sequence[Sequence[int]], length: int, steps: int
 ) -> None:
-    """The target's greedy answers, all of them in every step; the drafter's weights are frozen at the end."""
+    """The target's greedy answers, all of them in every step; the drafter's weights are frozen at the end. Of all
+    workers of a test run, one teaches."""
+    weights = {name: p for name, p in trainee.drafter.named_parameters() if p.requires_grad}
+    settings = {name: value for name, value in vars(trainee).items() if not name.startswith("_")}
+    about = hashlib.sha256(repr((settings, prompts, length, steps)).encode())
+    for tensor in (*target.model.state_dict().values(), *weights.values()):
+        about.update(tensor.detach().contiguous().numpy().tobytes())
+
+    def learn(path: Path) -> None:
+        _learn(trainee, target, prompts, length, steps)
+        save_file({name: p.detach().contiguous() for name, p in weights.items()}, path)
+
+    taught = load_file(built(f"{about.hexdigest()}.safetensors", learn))
+    with torch.no_grad():
+        for name, parameter in weights.items():
+            parameter.copy_(taught[name])
+    trainee.drafter.requires_grad_(False)
+
+
+@torch.enable_grad()  # whoever asks first may be a test of decoding
+def _learn(
+    trainee: TrainingTimeTest, target: Target, prompts: Sequence[Sequence[int]], length: int, steps: int
+) -> None:
     drafter = trainee.drafter
     rows = [[*prompt, *greedy(target, prompt, length)] for prompt in prompts]
     longest = max(map(len, rows))
@@ -78,7 +103,6 @@ def _teach(
         (sums.loss / sums.columns.clamp(min=1)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    drafter.requires_grad_(False)
 
 
 def recipe_of_kind(kind: str, draft_tokens: int | None = None) -> Recipe:

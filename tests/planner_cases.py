@@ -1,9 +1,6 @@
 """Trees, drafters and a classifier that the planner's tests share."""
 
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.models.eagle3 import Eagle3Drafter
@@ -11,7 +8,6 @@ from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target
 from draftsmith.recipes.schema import TreeSection
-from tests.scripted_drafting import linear_classifier
 
 CHAIN = TreeSection(policy="chain", nodes=5)
 
@@ -37,11 +33,3 @@ KINDS = [
 
 def proposer_of(target: Target, drafter: Eagle3Drafter, tree: TreeSection) -> PolicyProposer:
     return PolicyProposer(FeatureDrafting(drafter), policy_of(tree, GREEDY))
-
-
-@pytest.fixture(scope="module")
-def doubter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A C2T classifier that trusts no node of the fourth level, unless it is likely, and nothing wholly."""
-    directory = tmp_path_factory.mktemp("classifier")
-    linear_classifier(3.0, 0.0, -1.0, 2.0).save(directory)
-    return directory

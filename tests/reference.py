@@ -218,13 +218,6 @@ def most_frequent(tokens: list[int], counts: list[int], size: int, must_have: li
     return sorted(fixed + others[: size - len(fixed)])
 
 
-@torch.no_grad()
-def log_probs_after(model, text: list[int], only: list[int] | None = None) -> torch.Tensor:
-    """[V] log-probabilities of the token after `text`, read whole and without a cache; among the tokens `only`."""
-    logits = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].double()
-    return torch.log_softmax(logits if only is None else logits[only], dim=-1)
-
-
 # How draft trees grow. A table gives the log-probabilities of the tokens after each path of drafted tokens; a tree is
 # the paths of its nodes below the root.
 

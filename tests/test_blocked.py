@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from draftsmith.models import blocked
 from draftsmith.models.blocked import BlockedLinear, able, block_linears
 from tests.thinning import pairwise
 
@@ -48,33 +47,19 @@ def test_one_row_has_a_weight_of_its_own_in_all_but_large_layers() -> None:
         assert not torch.allclose(layer(states.expand(2, 8)), linear(states.expand(2, 8)), atol=1e-5)
 
 
-class Other(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input) + 1
-
-
-class Packed(torch.Tensor):
-    """A weight of a quantised checkpoint, in a layer that stays nn.Linear."""
-
-
 @needs_them
 def test_other_layers_and_precisions_stay() -> None:
-    inside = nn.ModuleDict({"inner": nn.Linear(4, 4)})
-    quantised = nn.Linear(4, 4)
+    class Other(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + 1
+
+    class Packed(torch.Tensor):
+        """A weight of a quantised checkpoint, in a layer that stays nn.Linear."""
+
+    inside, quantised = nn.ModuleDict({"inner": nn.Linear(4, 4)}), nn.Linear(4, 4)
     quantised.weight = nn.Parameter(torch.randn(4, 4).as_subclass(Packed))
     model = nn.Sequential(nn.Linear(4, 4), inside, Other(4, 4), nn.Linear(4, 4).double(), quantised)
     block_linears(model)
     assert [type(each) for each in model] == [BlockedLinear, nn.ModuleDict, Other, nn.Linear, nn.Linear]
     assert type(inside["inner"]) is BlockedLinear
     assert inside["inner"].weight.dtype == torch.float32  # routers of some families ask
-
-
-def test_where_the_operations_differ_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocked, "_blocked", lambda weight, rows: weight * 1.01)
-    able.cache_clear()
-    try:
-        model = nn.Sequential(nn.Linear(4, 4))
-        block_linears(model)
-        assert type(model[0]) is nn.Linear
-    finally:
-        able.cache_clear()

@@ -9,25 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from draftsmith.data_gen.c2t_labels.labelled_trees import TENSORS, Trees
+from draftsmith.data_gen.c2t_labels.labelled_trees import Trees
 from draftsmith.data_gen.c2t_labels.labelling import Labelled, label
-from draftsmith.eval.decoding.decode import decode
-from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.recorded.answers import RecordedAnswer
-from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_states, replay
 from draftsmith.models import c2t
-from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
-from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.sampling import Draws
-from draftsmith.recipes.errors import UserError
+from draftsmith.models.draft_tree import Committed
 from draftsmith.recipes.schema import LabelSection
 from tests import reference
 from tests.c2t_cases import made_trees, same_trees
-from tests.pairs import PROMPTS, greedy, pair_of_kind
 from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, unasked_target
-from tests.thinning import a_few
 
 
 class Along(Scripted):
@@ -119,14 +110,6 @@ def test_rows_are_those_of_the_slow_twin_answer_by_answer(
     assert beyond > 0 or section.draft_calls == 1
 
 
-def test_trees_of_the_published_size_have_1010_rows() -> None:
-    section = LabelSection()
-    (labelled,) = label(Along(), [written_answer(random.Random(0), 12)], None, unasked_target(1000), section)
-    sizes = [len(said) for said in labelled.accepted]
-    assert sum(sizes) + labelled.dropped_beyond == 1010 * len(sizes)
-    assert 1010 in sizes
-
-
 class Broken(Table):
     """After some paths a distribution holds a NaN."""
 
@@ -152,17 +135,6 @@ def test_rows_with_nan_are_dropped_and_counted() -> None:
     assert dropped > 20
 
 
-def test_no_row_lies_behind_the_target_s_last_position() -> None:
-    answer = written_answer(random.Random(1), 12)
-    section = LabelSection(top_k=2, draft_calls=5)
-    positions = len(answer.prompt) + len(answer.tokens)
-    (labelled,) = label(Along(), [answer], None, unasked_target(positions), section)
-    deepest = [int(features[:, 2].max()) for features in labelled.features]
-    assert deepest[0] == 4 and deepest[-1] < 4
-    free, cut = label(Along(), [answer], None, unasked_target(1000), section)[0], labelled
-    assert [int(said.sum()) for said in free.accepted] == [int(said.sum()) for said in cut.accepted]
-
-
 def test_trees_come_back_as_they_were_written(tmp_path: Path) -> None:
     trees = made_trees(7, 30)
     trees.write(tmp_path / "rows")
@@ -176,65 +148,3 @@ def test_trees_come_back_as_they_were_written(tmp_path: Path) -> None:
         chosen.accepted, torch.cat([trees.accepted[146:174], trees.accepted[:30], trees.accepted[87:117]])
     )
     assert same_trees(again.chosen(torch.arange(7)), trees)
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows"
-    with pytest.raises(UserError, match="no labelled trees here; run `draftsmith label-trees` first"):
-        Trees.read(path)
-    made_trees(4, 30).write(path)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match="not a file of labelled trees, or damaged"):
-        Trees.read(path)
-    for tensors in ({"accepted": torch.ones(3)}, {name: torch.ones(3) for name in TENSORS}):
-        save_file(tensors, path)
-        with pytest.raises(UserError, match="not a file of labelled trees, or damaged"):
-            Trees.read(path)
-
-
-@pytest.mark.parametrize("kind", a_few(["eagle", "poss", "poss over eagle3"], "poss over eagle3"))
-def test_every_kind_of_drafter_is_labelled_as_it_drafts(kind: str) -> None:
-    """Rounds of replay, and P and H of the accepted nodes from distributions that are drafted along the path alone."""
-    target, drafter = pair_of_kind(kind, "llama", None)
-    section, depth = LabelSection(top_k=4, draft_calls=4), 4
-    answers = [RecordedAnswer(prompt, greedy(target, prompt, 24)) for prompt in PROMPTS[:3]]
-    drafting = FeatureDrafting(drafter)
-    states = read_states(target, answers, drafting.capture_layers, Agreement.of(target))
-    found = label(drafting, answers, states, target, section)
-    replayed = replay(target, PolicyProposer(FeatureDrafting(drafter), Eagle2(10**4, depth, 4)), answers, 3)
-    taken = [[int(said.sum()) for said in labelled.accepted] for labelled in found]
-    assert taken == [generation.accepted_per_round for generation in replayed]
-    assert sum(map(sum, taken)) > 20
-
-    for answer, labelled, counts in zip(answers, found, taken, strict=True):
-        alone = FeatureDrafting(drafter)
-        states = read_states(target, [answer], alone.capture_layers, Agreement.of(target))
-        path = AlongTheAnswer(answer, counts)
-        verifier = RecordedVerifier([answer], states, target)
-        decode(verifier, PolicyProposer(alone, path), [answer.prompt], (), [len(answer.tokens)])
-        assert len(path.rows) == len(labelled.features)
-        for features, said, expected in zip(labelled.features, labelled.accepted, path.rows, strict=True):
-            rows = features[said]
-            np.testing.assert_allclose(rows[rows[:, 2].argsort()], np.array(expected).reshape(-1, 3), 2e-3, 1e-5)
-
-
-class AlongTheAnswer:
-    """A policy that drafts what the target says and nothing else: of every round so many tokens."""
-
-    def __init__(self, answer: RecordedAnswer, counts: Sequence[int]) -> None:
-        self.answer, self.counts = answer, counts
-        self.done, self.rows = 1, []
-
-    def grow(
-        self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
-    ) -> tuple[DraftTree, list[int]]:
-        said = self.answer.tokens[self.done : self.done + self.counts[len(self.rows)]]
-        log_probs, joint, rows = drafting.root_log_probs()[0], 0.0, []
-        for depth, token in enumerate(said):
-            joint += float(log_probs[token])
-            rows.append((math.exp(joint), reference.entropy_in_nats(log_probs.tolist(), 1000), depth))
-            if depth + 1 < len(said):
-                log_probs = drafting.expand(torch.tensor([[depth]]), torch.tensor([[token]]), depth + 1)[0, 0]
-        self.rows.append(rows)
-        self.done += len(said) + 1
-        return DraftTree.chains([[int(roots_B[0]), *said]], roots_B.device), [len(said)]

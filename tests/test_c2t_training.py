@@ -1,18 +1,24 @@
 """Training of C2T's classifier: what it learns, which rows an epoch takes, which epoch is kept."""
 
+import itertools
+import json
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from draftsmith.data_gen.c2t_labels.labelled_trees import Trees
-from draftsmith.models.c2t import C2tClassifier, C2tConfig
+from draftsmith.models.c2t import C2tClassifier, C2tConfig, entropy, node_features, read_c2t_config
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import ClassifierSection
 from draftsmith.train.run import classifier as classifier_training
 from draftsmith.train.run.classifier import epoch_batches, rate_of, rates, split, train_classifier, validate
 from tests import reference
 from tests.c2t_cases import made_trees
+from tests.scripted_drafting import VOCAB, Table
 
 
 def test_a_separable_law_is_learnt() -> None:
@@ -29,23 +35,10 @@ def test_a_separable_law_is_learnt() -> None:
     assert classifier.config == C2tConfig(hidden=12, drafter=drafter)
 
 
-def test_equal_seeds_give_equal_classifiers_and_nobody_else_s_draws_move() -> None:
-    trees, section = made_trees(40, 50), ClassifierSection(epochs=3)
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    first, metrics, _ = train_classifier(section, trees, None)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(2)
-    again, same_metrics, _ = train_classifier(section, trees, None)
-    assert metrics == same_metrics != train_classifier(section.model_copy(update={"seed": 1}), trees, None)[1]
-    for mine, its in zip(first.parameters(), again.parameters(), strict=True):
-        assert torch.equal(mine, its)
-
-
-@pytest.mark.parametrize("ratio", [1, 2, 10**9])
-def test_every_epoch_draws_its_rejected_rows_anew(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(classifier_training, "NEGATIVES", ratio)
-    accepted, section = made_trees(20, 100).accepted, ClassifierSection(batch_size=64)
+@pytest.mark.parametrize("ratio", [None, 0.5, 2.0, 1e9])
+def test_every_epoch_draws_its_rejected_rows_anew(ratio: float | None) -> None:
+    accepted = made_trees(20, 100).accepted
+    section = ClassifierSection(negative_ratio=ratio, batch_size=64)
     positives, negatives = int(accepted.sum()), int((~accepted).sum())
     wanted = min(negatives, ratio * positives)
     epochs = []
@@ -61,22 +54,21 @@ def test_every_epoch_draws_its_rejected_rows_anew(ratio: int, monkeypatch: pytes
     assert not torch.equal(epochs[0].sort().values, epochs[1].sort().values) or wanted == negatives
 
 
-def numbers(trees: Trees) -> list[int]:
-    """Of trees whose P is their number."""
-    return trees.features[trees.sizes.cumsum(0) - 1, 0].int().tolist()
-
-
 def test_whole_trees_are_kept_out() -> None:
     trees = made_trees(50, 9)
-    trees.features[:, 0] = torch.arange(50).repeat_interleave(trees.sizes)
+    trees.features[:, 0] = torch.arange(50).repeat_interleave(trees.sizes)  # P is the tree's number
     section = ClassifierSection(validation_share=0.3)
-    train_on, kept_out = split(trees, section)
-    assert sorted(numbers(train_on) + numbers(kept_out)) == list(range(50))
-    assert len(kept_out.sizes) == 15
-    assert train_on.sizes.tolist() == [trees.sizes[number] for number in numbers(train_on)]
-    assert numbers(split(trees, section.model_copy(update={"seed": 1}))[1]) != numbers(kept_out)
-    train_on, kept_out = split(trees, section.model_copy(update={"share": 0.5}))
-    assert (len(train_on.sizes), len(kept_out.sizes)) == (17, 8)
+
+    def parts(**more: Any) -> list[list[int]]:
+        return [
+            each.features[each.sizes.cumsum(0) - 1, 0].int().tolist()
+            for each in split(trees, section.model_copy(update=more))
+        ]
+
+    train_on, kept_out = parts()
+    assert sorted(train_on + kept_out) == list(range(50)) and len(kept_out) == 15
+    assert parts(seed=1)[1] != kept_out
+    assert [len(part) for part in parts(share=0.5)] == [17, 8]
     with pytest.raises(UserError, match="of 0 rows of 0 trees to train on none"):
         split(trees.chosen(torch.tensor([0])), section)
 
@@ -126,13 +118,10 @@ def test_a_tenth_of_the_trees_calibrates_a_classifier() -> None:
     start, _, _ = train_classifier(section, made_trees(200, 100), None)
     calibration = ClassifierSection(init_from="x", batch_size=64)
     assert (rate_of(calibration), rate_of(ClassifierSection())) == (1e-4, 1e-3)
-    other = made_trees(400, 100, seed=3, law=lambda P, H, d: (P > 0.5) & (d < 7))
+    other, unseen = (made_trees(400, 100, seed, lambda P, H, d: (P > 0.5) & (d < 7)) for seed in (3, 4))
     kept = {name: tensor.clone() for name, tensor in start.state_dict().items()}
-    other.about["drafter"] = {"proposer": "another"}
     found, metrics, _ = train_classifier(calibration, other, start)
-    assert metrics[0]["rows"] < 40 * 100 * 0.95
-    assert (found.config.drafter, found.config.hidden) == ({"proposer": "another"}, 12)
-    unseen = made_trees(50, 100, seed=4, law=lambda P, H, d: (P > 0.5) & (d < 7))
+    assert metrics[0]["rows"] < 40 * 100 * 0.95 and found.config.hidden == 12
     before, after = (rates(each.confidence(unseen.features), unseen.accepted, 0.5)["recall"] for each in (start, found))
     assert after > before
     assert all(torch.equal(tensor, kept[name]) for name, tensor in start.state_dict().items())
@@ -141,13 +130,64 @@ def test_a_tenth_of_the_trees_calibrates_a_classifier() -> None:
     assert 0 < max(moved) < 0.1
 
 
-def test_parts_without_an_accepted_node_are_refused() -> None:
-    rare = made_trees(30, 20, law=lambda P, H, d: torch.zeros_like(P, dtype=torch.bool))
-    rare.accepted[0] = True
-    with pytest.raises(UserError, match=r"trees to (train|validate) on none were accepted"):
-        train_classifier(ClassifierSection(), rare, None)
+# The classifier's features and files.
 
 
-def test_training_that_diverges_says_so() -> None:
-    with pytest.raises(UserError, match=r"loss is not finite after epoch \d+; lower classifier.learning_rate"):
-        train_classifier(ClassifierSection(learning_rate=1e38, epochs=30), made_trees(40, 50), None)
+def test_features_equal_their_slow_twin() -> None:
+    table = Table(1)
+    log_probs = torch.stack([table.row((token,)) for token in range(3)])  # [3, Vd]
+    values = torch.tensor([[-0.5, -1.0, -math.inf], [0.0, -3.0, -9.0], [-2.0, -2.0, -2.5]])
+    for over in (1, 4, VOCAB, 1000):
+        features = node_features(values, log_probs, 3, over)
+        assert features.shape == (3, 3, 3)
+        for i, j in itertools.product(range(3), repeat=2):
+            H = reference.entropy_in_nats(table((i,)), over)
+            assert features[i, j].tolist() == pytest.approx([math.exp(values[i, j]), H, 2.0], abs=1e-6)
+
+
+def test_entropy_of_certain_and_of_broken_distributions() -> None:
+    certain = torch.tensor([[0.0, -math.inf], [-math.inf, 0.0]])
+    assert entropy(certain).tolist() == [0.0, 0.0]
+    assert entropy(torch.full((4,), -math.log(4))).item() == pytest.approx(math.log(4))
+    assert entropy(torch.full((4,), -math.log(4)), over=3).item() == pytest.approx(math.log(4) * 3 / 4)
+    assert math.isnan(entropy(torch.tensor([0.0, math.nan])).item())
+    assert math.isnan(entropy(torch.tensor([0.0, -1.0, math.nan]), over=2).item())
+
+
+def test_a_classifier_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    config = C2tConfig(hidden=7, entropy_over=50, negative_ratio=3.5, drafter={"target": {"hidden_size": 64}})
+    classifier = C2tClassifier(config)
+    features = torch.rand(4, 5, 3)
+    for _ in range(2):  # over an older one, too
+        classifier.save(tmp_path / "c2t")
+        (tmp_path / "c2t/notes").write_text("kept")
+    assert {path.name for path in (tmp_path / "c2t").iterdir()} == {"config.json", "model.safetensors", "notes"}
+    again = C2tClassifier.load(tmp_path / "c2t")
+    assert again.config == config == read_c2t_config(tmp_path / "c2t")
+    assert torch.equal(again.confidence(features), classifier.confidence(features))
+    assert again.confidence(features).shape == (4, 5)
+    assert not any(parameter.requires_grad for parameter in again.parameters())
+
+
+def changed(directory: Path, **changes: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json is missing"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "not the weights that config.json .* describes"),
+    "no json": (lambda d: (d / "config.json").write_text("{"), "not a C2T classifier's: .*JSON"),
+    "a drafter": (lambda d: changed(d, kind="eagle3"), "not a C2T classifier's: kind"),
+    "a huge width": (lambda d: changed(d, hidden=1_000_000), "hidden: 1000000.*size mismatch"),
+    "another key": (lambda d: changed(d, layers=3), "not a C2T classifier's: layers: "),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_classifiers_are_refused(damage: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
+    C2tClassifier(C2tConfig()).save(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        C2tClassifier.load(tmp_path)
+    assert str(tmp_path) in str(error.value)

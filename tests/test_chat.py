@@ -9,10 +9,6 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.data_gen.answers.generators import GeneratedAnswer
-from draftsmith.data_gen.answers.open_conversations import OpenConversations
-from draftsmith.data_gen.training_rows.rows import training_rows
-from draftsmith.data_gen.vocabulary.ranking import count_supervised
 from draftsmith.models.chat import (
     RenderError,
     answer_message,
@@ -21,13 +17,9 @@ from draftsmith.models.chat import (
     template_variables,
     tokenizer_fingerprint,
 )
-from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.models.vocab import DraftVocab, cut_vocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts.reader import Rejects
-from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 
@@ -46,34 +38,6 @@ THINKING = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{{ ns.mode }}{{ header() }}{% endif %}"""
-# R1 writes the opening of the thought itself, in the prompt.
-R1 = """\
-{%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {%- set content = message.content %}
-        {%- if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
-        {{- '<|assistant|>' + content + '<|end|>' }}
-    {%- else %}
-        {{- '<|user|>' + message.content + '<|end|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|assistant|><think>{% endif %}"""
-# gpt-oss: earlier analysis is dropped, channels inside a content are refused.
-HARMONY = """\
-{%- if effort is not defined %}{% set effort = 'medium' %}{% endif %}
-{{- '<|start|>system<|message|>' + effort + '<|end|>' }}
-{%- for message in messages %}
-    {%- if message.role == 'assistant' %}
-        {%- if '<|channel|>' in message.content %}{{ raise_exception('channels in the content') }}{% endif %}
-        {%- if message.thinking and loop.last and not add_generation_prompt %}
-            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
-        {%- endif %}
-        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
-    {%- else %}
-        {{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 HARMONY_TOKENS = ["<|start|>", "<|channel|>", "<|message|>", "<|return|>", "<|call|>"]
 
 
@@ -113,79 +77,52 @@ def test_both_names_of_the_switch_are_set(tmp_path: Path) -> None:
     template = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ 'T' if thinking else 'F' }}"
     make_dir(tmp_path, template)
     assert (prompt_of(tmp_path), prompt_of(tmp_path, thinking=True)) == ("F", "T")
-    with pytest.raises(UserError, match=r"target\.thinking: the chat template has no switch"):
-        _ = TargetFiles(section(make_dir(tmp_path / "plain", CHAT_TEMPLATE), thinking=False)).tokenizer
     # An attribute of a message, or a variable that the template sets itself, is no switch.
     own = "{% set enable_thinking = true %}{{ messages[0].thinking }}{{ enable_thinking }}"
-    with pytest.raises(UserError, match=r"target\.thinking: the chat template has no switch"):
-        _ = TargetFiles(section(make_dir(tmp_path / "own", own), thinking=False)).tokenizer
+    for name, other in (("plain", CHAT_TEMPLATE), ("own", own)):
+        with pytest.raises(UserError, match=r"target\.thinking: the chat template has no switch"):
+            _ = TargetFiles(section(make_dir(tmp_path / name, other), thinking=False)).tokenizer
+    with pytest.raises(UserError, match=r"enable_thinking conflicts with target\.thinking"):
+        _ = TargetFiles(
+            section(make_dir(tmp_path, THINKING), thinking=True, template_args={"enable_thinking": False})
+        ).tokenizer
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["low", 'it\'s "so"\n{{ 1 }} %} \\ é 😀', 3, -1, 0.5, 1e-07, True, False],
-    ids=lambda value: repr(value)[:9],
-)
+@pytest.mark.parametrize("value", ["low", 'it\'s "so"\n{{ 1 }} %} \\ é 😀', -1, 1e-07, True], ids=repr)
 def test_template_args_keep_their_values(tmp_path: Path, value: Any) -> None:
     make_dir(tmp_path, "{{ effort is defined and effort | tojson }}")
     rendered = prompt_of(tmp_path, template_args={"effort": value})
     assert json.loads(rendered) == value and type(json.loads(rendered)) is type(value)
-    assert template_variables(section(tmp_path, template_args={"effort": value}, thinking=True)) == {
-        "effort": value,
-        "enable_thinking": True,
-        "thinking": True,
-    }
+    variables = template_variables(section(tmp_path, template_args={"effort": value}, thinking=True))
+    assert variables == {"effort": value, "enable_thinking": True, "thinking": True}
 
 
-@pytest.mark.parametrize(
-    "template", ["\n\n  x{{ a }}", "  {% if a %}x{% endif %}\n", "{{ a }}\n", "\n{%- if a %}x{% endif %}"]
-)
+@pytest.mark.parametrize("template", ["\n\n  x{{ a }}", "  {% if a %}x{% endif %}\n", "\n{%- if a %}x{% endif %}"])
 def test_setting_variables_adds_and_removes_nothing(tmp_path: Path, template: str) -> None:
     make_dir(tmp_path, template)
-    tokenizer = TargetFiles(section(tmp_path)).tokenizer
-    given = str(tokenizer.apply_chat_template(USER, tokenize=False, a="v"))
+    given = str(TargetFiles(section(tmp_path)).tokenizer.apply_chat_template(USER, tokenize=False, a="v"))
     wished = TargetFiles(section(tmp_path, template_args={"a": "v"})).tokenizer
     assert wished.apply_chat_template(USER, tokenize=False) == given
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"efort": "low"}, "does not read 'efort'; what it reads: effort"),
-        ({"messages": "x"}, "does not read 'messages'"),
-        ({"a b": 1}, "does not read 'a b'"),
-    ],
-)
-def test_variables_that_nobody_reads_are_refused(tmp_path: Path, args: dict[str, Any], message: str) -> None:
-    make_dir(tmp_path, "{{ effort }}{{ messages[0].content }}")
-    with pytest.raises(UserError, match=f"target.template_args: the chat template {message}"):
-        _ = TargetFiles(section(tmp_path, template_args=args)).tokenizer
-
-
-@pytest.mark.parametrize(
     ("template", "switches"),
     [
-        ("{% for m in messages %}{% set b = m.a %}{{ b }}{% endfor %}", "none"),
-        # A branch may leave it unset, which Jinja takes for reading it from outside.
-        ("{% if messages %}{% set b = 1 %}{% else %}{% set b = 2 %}{% endif %}{{ b }}", "b"),
+        ("{{ effort }}{{ messages[0].content }}", "effort"),
+        ("{% for m in messages %}{% if m.a %}{% set b = m.a %}{% endif %}{{ b }}{% endfor %}", "none"),
         ("{% set b %}{{ c }}{% endset %}{% for c in b %}{{ c }}{% endfor %}", "c"),
         ("{% macro f(b, c=d) %}{{ b }}{{ c }}{% endmacro %}{{ f(1) }}", "d"),
-        ("{% with b = c %}{{ b }}{% endwith %}", "c"),
         ("{% set b = b | default(false) %}{{ b }}", "b"),
-        ("{%- if not b is defined %}{% set b = 1 %}{% endif %}{{ b }}", "b"),
         ("{% if c %}{% set b = b or c %}{% endif %}{{ b }}", "b, c"),
         # What a loop sets is gone behind it, so the second one is from outside.
         ("{% for m in messages %}{% set b = m %}{{ b }}{% endfor %}{{ b }}", "b"),
-        (
-            "{% macro f() %}{% if b is defined %}{{ b }}{% endif %}{% endmacro %}{% for b in messages %}{% endfor %}",
-            "b",
-        ),
     ],
 )
 def test_what_a_template_sets_itself_is_no_switch(tmp_path: Path, template: str, switches: str) -> None:
     make_dir(tmp_path, template)
-    with pytest.raises(UserError, match=f"does not read 'none_such'; what it reads: {switches}$"):
-        _ = TargetFiles(section(tmp_path, template_args={"none_such": 1})).tokenizer
+    for name in ("none_such", "messages", "a b"):
+        with pytest.raises(UserError, match=f"does not read '{name}'; what it reads: {switches}$"):
+            _ = TargetFiles(section(tmp_path, template_args={name: 1})).tokenizer
 
 
 # As templates ask for the date: in a macro, if it is defined, to count with it.
@@ -213,17 +150,8 @@ def test_a_template_writes_the_date_of_the_recipe(tmp_path: Path, day: str) -> N
 def test_dates_are_read_as_yaml_writes_them(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("output_dir: run\ntarget: {model: m, date: 2025-07-06}\n")
     assert load_recipe(tmp_path / "recipe.yaml").target.date == "2025-07-06"
-    for wrong in ("'2025-07-32'", "today", "2025-07-06 10:00:00", "7"):
-        with pytest.raises(UserError, match=r"`target\.date`: expected (a date, YYYY-MM-DD|text)"):
-            load_recipe(tmp_path / "recipe.yaml", [f"target.date={wrong}"])
-    with pytest.raises(UserError, match=r"target\.date: the chat template writes no date; leave target\.date out"):
+    with pytest.raises(UserError, match=r"target\.date: the chat template writes no date"):
         _ = TargetFiles(section(make_dir(tmp_path, CHAT_TEMPLATE), date="2025-07-06")).tokenizer
-
-
-def test_thinking_is_said_once(tmp_path: Path) -> None:
-    make_dir(tmp_path, THINKING)
-    with pytest.raises(UserError, match=r"enable_thinking conflicts with target\.thinking"):
-        _ = TargetFiles(section(tmp_path, thinking=True, template_args={"enable_thinking": False})).tokenizer
 
 
 def test_a_template_from_a_file(tmp_path: Path) -> None:
@@ -233,22 +161,15 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "chat.jinja"
     file.write_text(CHAT_TEMPLATE)
     wished = section(tmp_path / "base", chat_template=str(file))
-    assert (
-        TargetFiles(wished).fingerprint == TargetFiles(section(make_dir(tmp_path / "tuned", CHAT_TEMPLATE))).fingerprint
-    )
-    file.write_text("line one\n{% if messages %}\n{% endfor %}")
-    with pytest.raises(UserError, match="the chat template is not a valid Jinja template: line 3: "):
-        _ = TargetFiles(wished).tokenizer
-    file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match=r"target\.chat_template: cannot read .*chat\.jinja"):
-        _ = TargetFiles(wished).tokenizer
-
-
-def test_a_missing_template_file_is_named_with_its_line(tmp_path: Path) -> None:
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"output_dir: {tmp_path}\ntarget:\n  model: org/name\n  chat_template: {tmp_path}/none.jinja\n")
-    with pytest.raises(UserError, match=r"r\.yaml:4: `target\.chat_template`: no such file: .*none\.jinja"):
-        load_recipe(recipe)
+    tuned = section(make_dir(tmp_path / "tuned", CHAT_TEMPLATE))
+    assert TargetFiles(wished).fingerprint == TargetFiles(tuned).fingerprint
+    for content, message in (
+        (b"a\n{% if b %}\n{% endfor %}", "Jinja.*line 3"),
+        (b"\xff\xfe", "cannot read"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            _ = TargetFiles(wished).tokenizer
 
 
 def test_named_templates(tmp_path: Path) -> None:
@@ -280,29 +201,10 @@ def test_a_special_token_without_embedding_refuses_only_what_holds_it(tmp_path: 
         render_prompt(tokenizer, [{"role": "user", "content": "an <image> here"}])
 
 
-def test_an_embedding_padded_beyond_the_tokenizer(tmp_path: Path) -> None:
-    """Ids without a token: the target may say them, the ranking counts them, a draft vocabulary may hold them."""
-    make_target(num_layers=7, vocab_size=384).save_pretrained(tmp_path)
-    make_tokenizer().save_pretrained(tmp_path)
-    tokenizer = TargetFiles(section(tmp_path)).tokenizer
-    target = Target(TargetFiles(section(tmp_path)).load_model())
-    assert target.vocab_size == 384
-    assert answer_message(tokenizer, [350, 383, 4])["content"] == ""
-    log = tmp_path / "c.jsonl"
-    turn = {"prompt_token_ids": [2, 3], "output_token_ids": [350, 383, 350, 4], "finish_reason": "stop"}
-    log.write_text(json.dumps({"id": "a", "messages": [], "turns": [turn]}) + "\n")
-    rows = list(training_rows(log, tokenizer, 100, Rejects()))
-    with pytest.raises(UserError, match="token 383 is outside the target's vocabulary of 383"):
-        count_supervised(rows, 383)
-    counts = count_supervised(rows, 384)
-    vocab = cut_vocab(DraftVocab.full(len(counts)), counts, 3, (4,))
-    assert vocab.target_ids.tolist() == [4, 350, 383]
-
-
 # Answers as messages.
 
 
-def with_tokens(template: str, special: list[str]) -> PreTrainedTokenizerFast:
+def with_tokens(special: list[str], template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([AddedToken(token, special=True) for token in special])  # type: ignore[arg-type]
     tokenizer.chat_template = template
@@ -316,15 +218,11 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("ANALYSISthe cat<|end|><|start|>assistantFINALa dog<|return|>", {"thinking": "the cat", "content": "a dog"}),
+        ("ANALYSISthe cat", {"thinking": "the cat", "content": ""}),  # cut
         (
-            "<|channel|>analysis<|message|>the cat<|end|><|start|>assistant<|channel|>final<|message|>a dog<|return|>",
-            {"thinking": "the cat", "content": "a dog"},
-        ),
-        ("<|channel|>final<|message|>a dog<|return|>", {"content": "a dog"}),
-        ("<|channel|>analysis<|message|>the cat", {"thinking": "the cat", "content": ""}),  # cut
-        (
-            "<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>commentary<|message|>wait <|end|>"
-            "<|start|>assistant<|channel|>analysis<|message|>y<|end|><|start|>assistant<|channel|>final<|message|>z",
+            "ANALYSISx<|end|><|start|>assistant<|channel|>commentary<|message|>wait <|end|><|start|>assistantANALYSISy"
+            "<|end|><|start|>assistantFINALz",
             {"thinking": "xy", "content": "wait z"},
         ),
         ("a dog<|return|>", {"content": "a dog"}),  # no channel at all
@@ -332,33 +230,15 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     ],
 )
 def test_harmony_answers(text: str, message: dict[str, str]) -> None:
-    tokenizer = with_tokens(HARMONY, HARMONY_TOKENS)
+    for name in ("analysis", "final"):
+        text = text.replace(name.upper(), f"<|channel|>{name}<|message|>")
+    tokenizer = with_tokens(HARMONY_TOKENS)
     assert answer_message(tokenizer, ids_of(tokenizer, text)) == {"role": "assistant"} | message
 
 
 def test_thoughts_in_text_stay_in_the_content() -> None:
-    tokenizer = make_tokenizer()
-    assert answer_message(tokenizer, ids_of(tokenizer, "<think>the cat</think> a dog<|end|>")) == {
-        "role": "assistant",
-        "content": "<think>the cat</think> a dog",
-    }
-    # The same where the tags are special tokens: the template finds them, so they must not vanish.
-    tokenizer = with_tokens(R1, ["<think>", "</think>", "<tool>"])
-    ids = ids_of(tokenizer, "the cat</think> a <tool>dog<|end|>")
-    assert answer_message(tokenizer, ids)["content"] == "the cat</think> a dog"
-
-
-def test_the_second_prompt_of_a_harmony_conversation_holds_no_thoughts() -> None:
-    """As for thoughts that stand in the text: tests/test_tools_and_thoughts.py."""
-    tokenizer: Any = with_tokens(HARMONY, HARMONY_TOKENS)
-    conversation = Conversation("c", [{"role": "user", "content": text} for text in ("the mat", "a cat")])
-    asked = OpenConversations([conversation], tokenizer, 1000, Rejects())
-    thought, answer = "<|channel|>analysis<|message|>the rain<|end|>", "<|channel|>final<|message|>a dog<|return|>"
-    output, prompts = ids_of(tokenizer, f"{thought}<|start|>assistant{answer}"), []
-    for prompt in asked.prompts():
-        assert prompt is not None
-        prompts.append(str(tokenizer.decode(list(prompt[1]))))
-        asked.take(GeneratedAnswer(prompt[0], output, "stop"))
-    first, second = prompts
-    assert "the mat" in first and "the rain" not in second
-    assert all(text in second for text in ("the mat", "a dog", "a cat"))
+    """Also where the tags are special tokens: the template finds them, so they must not vanish."""
+    special = with_tokens(["<think>", "</think>", "<tool>"], CHAT_TEMPLATE + "{{ '' if '</think><think>' }}")
+    for tokenizer, said in ((make_tokenizer(), "<think>the cat</think> a dog"), (special, "the cat</think> a dog")):
+        assert answer_message(tokenizer, ids_of(tokenizer, f"{said}<|end|>"))["content"] == said
+    assert answer_message(special, ids_of(special, "a <tool>dog<|end|>"))["content"] == "a dog"

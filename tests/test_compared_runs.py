@@ -2,19 +2,27 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from draftsmith.eval import acceptance
-from draftsmith.eval.decoding.contenders import check_contenders, contenders_of, loaded_drafting, loaded_proposer
-from draftsmith.eval.measured import benchmarks
+from draftsmith.eval.decoding.contenders import (
+    Contender,
+    check_contenders,
+    contenders_of,
+    loaded_drafting,
+    loaded_proposer,
+    main_contender,
+    named,
+)
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.decoding.proposers import PROPOSERS, ProposerEntry
+from draftsmith.eval.measured import benchmarks, evaluation
 from draftsmith.eval.measured.benchmarks import PLAIN, Bench, load_questions
 from draftsmith.eval.measured.compared import load_all
-from draftsmith.eval.page import files as report_files
-from draftsmith.models import loaded_models
+from draftsmith.eval.page import files
+from draftsmith.models.chat import decode_answer
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target_files import TargetFiles
@@ -22,18 +30,17 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
-from tests.compare_cases import also
+from draftsmith.recipes.schema import ProposerName, TreeSection
 from tests.compare_cases import place as place
+from tests.report_cases import Page
 from tests.thinning import a_few
-from tests.training_runs import run_main
 
 # One lineup.
 
 
 def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = {"policy": "chain", "nodes": 4}
-    small = {"model": str(place / "small")}
-    lm = {"proposer": "causal_lm", "draft_model": small, "tree": chain}
+    lm = {"proposer": "causal_lm", "draft_model": {"model": str(place / "small")}, "tree": chain}
     others = [
         {"name": "lookup", "proposer": "prompt_lookup", "tree": chain},
         {"name": "lm"} | lm,
@@ -42,107 +49,22 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
     recipe, found, _ = load_all(
         str(place / "recipe.yaml"),
         ["eval.also=" + json.dumps(others)],
-        ["cut: eval.tree.vocab_size=16", str(place / "other.yaml"), f"b: eval.drafter={place / 'other/drafter'}"],
+        ["cut: eval.tree.vocab_size=16", f"b: eval.drafter={place / 'other/drafter'}"],
     )
     check_contenders(recipe, found)
     loads: list[str] = []
-
-    def logged(name: str, load: Any, *given: Any, **also: Any) -> Any:
-        loads.append(name)
-        return load(*given, **also)
-
-    for name in ("load_drafter", "load_draft_model"):
-        monkeypatch.setattr(loaded_models, name, partial(logged, name, getattr(loaded_models, name)))
+    for name in ("loaded_target", "load_drafter", "load_draft_model"):
+        load = getattr(contenders, name)
+        monkeypatch.setattr(contenders, name, lambda *g, n=name, f=load, **m: (loads.append(n), f(*g, **m))[1])
     lineup = LoadedModels(TargetFiles(recipe.target))
-    proposers = {c.name: loaded_proposer(lineup, c) for c in found}
-    assert loads == ["load_drafter", "load_draft_model", "load_drafter"]
+    layers = {c.name: tuple(loaded_proposer(lineup, c).capture_layers) for c in found}
+    assert loads == ["loaded_target", "load_drafter", "load_draft_model", "load_drafter"]
     main = found[0].name
-    assert {name: tuple(p.capture_layers) for name, p in proposers.items()} == {
-        **{main: (2, 3, 4), "lookup": (), "lm": (), "lm cut": (), "cut": (2, 3, 4)},
-        **{"eagle3, chain of 3": (1, 5), "b": (1, 5)},
-    }
-    sizes = {c.name: loaded_drafting(lineup, c).vocab.size for c in found if c.proposer != "prompt_lookup"}
-    assert (sizes[main], sizes["cut"], sizes["lm"], sizes["lm cut"]) == (60, 16, 320, 50)
+    assert layers == {main: (2, 3, 4), "lookup": (), "lm": (), "lm cut": (), "cut": (2, 3, 4), "b": (1, 5)}
+    vocabularies = {c.name: loaded_drafting(lineup, c).vocab for c in found if c.proposer != "prompt_lookup"}
+    assert [vocabularies[name].size for name in (main, "cut", "lm", "lm cut")] == [60, 16, 320, 50]
     # The 16 most frequent of the drafter's tokens 3 to 62, where lower ids were counted more often.
-    cut = next(c for c in found if c.name == "cut")
-    assert loaded_drafting(lineup, cut).vocab.target_ids.tolist() == list(range(3, 19))
-
-
-@pytest.mark.slow
-def test_compare_measures_everyone_on_the_same_prompts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [
-        str(place / "recipe.yaml"),
-        f"eval.out={place / 'out'}",
-        also(proposer="causal_lm", draft_model={"model": str(place / "small")}, tree={"policy": "chain", "nodes": 4}),
-        "--compare",
-        "eval.tree={policy: chain, nodes: 4}",
-        "svip: eval.tree={policy: svip, draft_calls: 6}",
-        "cut: eval.tree.vocab_size=16",
-        f"other: {place / 'other.yaml'}",
-        "eval.tree.nodes=4",
-        "eval.tree.nodes=6",
-    ]
-    run_main(acceptance, *arguments, "--plan")
-    planned = capsys.readouterr().out
-    assert "note: " in planned and "note" not in planned.partition("\n")[2]
-    assert not (place / "out").exists()
-    for said in (
-        "svip: svip, at most 7 nodes, at most 6 draft calls",
-        "cut: eagle2, at most 12 nodes, at most 3 draft calls",
-    ):
-        assert said in planned
-    assert "from 16 tokens" in planned and "not counted: " in planned and "answers        63," in planned
-    run_main(acceptance, *arguments)
-    content = report_files.read_acceptance(place / "out/acceptance.json")
-    rows = content["contenders"]
-    assert len(rows) == 9 and list(rows)[:2] == [PLAIN, content["contender"]]
-    assert all(row["matches_target"] for row in rows.values())
-    assert all(row["new_tokens"] == rows[PLAIN]["new_tokens"] for row in rows.values())
-    assert rows["cut"]["tree"]["vocab_size"] == 16 and rows["svip"]["tree"]["svip"] == {"c": 0.15, "h": 0.3}
-    assert rows["x"]["proposer"] == "causal_lm" and rows["x"]["drafter"] == str(place / "small")
-    assert rows[PLAIN]["tree"] is None and rows[PLAIN]["wasted_nodes_per_round"] == 0
-    assert rows["eagle3, tree of 4"]["tree"] == {
-        **{"policy": "eagle2", "vocab_size": None, "nodes": 4, "draft_calls": 3, "top_k": 4}
-    }
-    assert content["target_identity"]["tokenizer_fingerprint"] and content["mode"] == "decode"
-    log = [json.loads(line) for line in (place / "out/generations.jsonl").read_text().splitlines()]
-    by_turn: dict[tuple[str, int], set[tuple[int, ...]]] = {}
-    for record in log:
-        by_turn.setdefault((record["conversation_id"], record["turn"]), set()).add(tuple(record["token_ids"]))
-    assert len(by_turn) == 7 and all(len(answers) == 1 for answers in by_turn.values())
-    main = rows[content["contender"]]
-    for name, row in rows.items():
-        mine = [record for record in log if record["contender"] == name]
-        drafted = sum(sum(r["tree_nodes"]) - len(r["tree_nodes"]) - sum(r["accepted_per_round"]) for r in mine)
-        assert row["wasted_nodes_per_round"] == pytest.approx(drafted / row["rounds"], abs=1e-4)
-        assert row["tau_ratio"] == pytest.approx(row["tau"] / main["tau"], abs=1e-3)
-    page = (place / "out/report.html").read_text()
-    assert "how the others compare with" in page
-    assert "In grey: the others, in the comparison alone." in page  # eight contenders, more than have colours
-
-
-@pytest.mark.slow
-def test_auto_is_chosen_before_anything_is_decoded(place: Path) -> None:
-    """The planner's choice is what is measured, and what acceptance.json says."""
-    recorded = place / "auto/generations.jsonl"
-    candidates = [{"policy": "chain", "nodes": 3}, {"nodes": 6, "draft_calls": 3, "top_k": 4}]
-    automatic = [
-        *("eval.tree={policy: auto}", f"eval.planner={{answers: {recorded}, candidates: {json.dumps(candidates)}}}"),
-        *("--compare", "eval.tree={policy: chain, nodes: 4}"),
-    ]
-    out = f"eval.out={place / 'auto'}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TargetFiles, "load", lambda *_: pytest.fail("weights were loaded"))
-        with pytest.raises(UserError, match=r"eval\.planner\.answers: .*generations\.jsonl cannot be read"):
-            run_main(acceptance, place / "recipe.yaml", out, *automatic)
-    run_main(acceptance, place / "recipe.yaml", out)
-    run_main(acceptance, place / "recipe.yaml", f"eval.out={place / 'chosen'}", *automatic)
-    content = report_files.read_acceptance(place / "chosen/acceptance.json")
-    main = content["contenders"][content["contender"]]
-    assert content["contender"] in ("eagle3, auto: chain of 2", "eagle3, auto: tree of 6")
-    assert main["tree"]["nodes"] == (3 if main["tree"]["policy"] == "chain" else 6)
-    assert main["draft_calls_per_round"] == main["tree"]["draft_calls"] and main["matches_target"]
-    assert set(content["contenders"]) == {PLAIN, content["contender"], "eagle3, chain of 3"}
+    assert vocabularies["cut"].target_ids.tolist() == list(range(3, 19))
 
 
 # Batches.
@@ -171,6 +93,9 @@ def test_a_batch_gives_the_answers_of_one_at_a_time(
         assert not rejects.total
         keys = {name: [(g.conversation_id, g.turn) for g in generations] for name, generations in results.items()}
         assert len(set(map(tuple, keys.values()))) == 1  # the same turns in the same order for all
+        said = {(g.conversation_id, g.turn): decode_answer(lineup.files.tokenizer, g.token_ids) for g in results[PLAIN]}
+        for g in results[found[0].name]:  # later prompts hold plain decoding's answers
+            assert g.turn == 1 or said[g.conversation_id, 1] in str(lineup.files.tokenizer.decode(g.prompt_token_ids))
         return {
             (name, g.conversation_id, g.turn): (g.token_ids, g.accepted_per_round)
             for name, generations in results.items()
@@ -205,3 +130,35 @@ def test_a_turn_that_cannot_be_asked_ends_its_own_conversation_alone(
     assert ("q1", 1) not in done and ("q0", 1) in done and ("q2", 1) in done and ("q3", 1) in done
     assert ("q4", 1) in done and ("q1", 2) not in done  # the next batch, and no second turn without a first
     assert rejects.total == 1 + (("q3", 2) not in done)
+
+
+# One more entry in the table of proposers.
+
+
+def test_the_schema_names_the_proposers_of_the_table() -> None:
+    assert set(get_args(ProposerName)) == set(PROPOSERS)
+
+
+def test_a_new_proposer_is_decoded_described_and_reported(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise UserError("no such echo")
+
+    echo = ProposerEntry(
+        name=lambda contender: f"echo of {contender.tree.most - 1}",
+        make=lambda lineup, contender: PromptLookup(contender.tree.most - 1, lineup.target.device, max_ngram=1),
+        model=lambda contender: "the text itself",
+    )
+    monkeypatch.setitem(PROPOSERS, "echo", echo)
+    recipe = load_recipe(str(place / "recipe.yaml"), [f"eval.out={tmp_path}", "eval.max_prompts=2"])
+    tree = TreeSection(policy="chain", nodes=4)
+    contenders = named([main_contender(recipe), Contender("", "echo", tree, "here")])
+    evaluation.evaluate_by_decoding(recipe, contenders, plan=False)
+    row = files.read_acceptance(tmp_path / "acceptance.json")["contenders"]["echo of 3"]
+    assert (row["proposer"], row["drafter"], row["matches_target"]) == ("echo", "the text itself", True)
+    assert row["tree_nodes_per_round"] > 1
+    assert "echo of 3" in Page((tmp_path / "report.html").read_text()).text
+    monkeypatch.setitem(PROPOSERS, "echo", ProposerEntry(name=echo.name, make=echo.make, key="here", check=refuse))
+    with pytest.raises(UserError, match="here: no such echo"):
+        evaluation.evaluate_by_decoding(recipe, contenders, plan=True)

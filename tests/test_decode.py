@@ -3,22 +3,25 @@
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.eval.decoding import decode as decode_module
 from draftsmith.eval.decoding.accept import GreedyAcceptance
-from draftsmith.eval.decoding.decode import Clock, Request, count_kept
+from draftsmith.eval.decoding.decode import Clock, Request
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
+from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target
 from draftsmith.models.target_session import TargetSession
 from draftsmith.models.vocab import DraftVocab
@@ -26,9 +29,10 @@ from draftsmith.recipes.schema import TreeSection
 from tests import reference
 from tests.clock import Clock as WallClock
 from tests.conftest import make_target
-from tests.decoding import decode, decode_batch, decode_queue
+from tests.decoding import decode_batch, decode_queue
 from tests.pairs import greedy, untaught
 from tests.scripted_drafting import unasked_target
+from tests.thinning import effort
 
 STOP = 4
 
@@ -88,13 +92,13 @@ def chain(tokens: list[int]) -> Nodes:
     return tokens, list(range(-1, len(tokens) - 1))
 
 
-def spoiled_chain(root: int, future: list[int]) -> Nodes:
-    """Right twice, then wrong."""
-    return chain([root, *future[:2], *[(t + 1) % 320 for t in future[2:]]])
+def longer_than_the_budget(root: int, future: list[int]) -> Nodes:
+    return chain([root, *future, *range(10, 60)])
 
 
-def always_token_zero(root: int, future: list[int]) -> Nodes:
-    return chain([root, 0, 0, 0])
+def duplicated_siblings(root: int, future: list[int]) -> Nodes:
+    token, after, *_ = [*future, 7, 8]
+    return [root, token, token, 9, after, after], [-1, 0, 0, 0, 1, 2]
 
 
 def random_tokens(root: int, future: list[int]) -> Nodes:
@@ -102,28 +106,16 @@ def random_tokens(root: int, future: list[int]) -> Nodes:
     return [root, *[chance.randrange(320) for _ in range(6)]], [-1, 0, 0, 1, 1, 2, 4]
 
 
-def stop_in_the_middle(root: int, future: list[int]) -> Nodes:
-    return chain([root, *future[:1], STOP, *future[2:]])
-
-
-def duplicated_siblings(root: int, future: list[int]) -> Nodes:
-    token = future[0] if future else 7
-    after = future[1] if len(future) > 1 else 8
-    return [root, token, token, 9, after, after], [-1, 0, 0, 0, 1, 2]
-
-
-def longer_than_the_budget(root: int, future: list[int]) -> Nodes:
-    return chain([root, *future, *range(10, 60)])
-
-
-def another_size_every_time(root: int, future: list[int]) -> Nodes:
-    return chain([root, *future[: root % 5]])
-
-
-SPOILS = [
-    *(spoiled_chain, always_token_zero, random_tokens, stop_in_the_middle, duplicated_siblings),
-    *(longer_than_the_budget, another_size_every_time),
-]
+SPOILS: dict[str, Spoil] = {
+    "right twice, then wrong": lambda root, future: chain([root, *future[:2], *[(t + 1) % 320 for t in future[2:]]]),
+    "always token zero": lambda root, future: chain([root, 0, 0, 0]),
+    "random tokens": random_tokens,
+    "a stop in the middle": lambda root, future: chain([root, *future[:1], STOP, *future[2:]]),
+    "duplicated siblings": duplicated_siblings,
+    "longer than the budget": longer_than_the_budget,
+    "another size every time": lambda root, future: chain([root, *future[: root % 5]]),
+}
+SHORT = itertools.product(("right twice, then wrong", "duplicated siblings", "longer than the budget"), (1, 2), (1,))
 
 
 ASKED = ((11, 12, 13), (21, 22, 23, 24, 25, 26), (7,), tuple(range(30, 60)), (5, 9))
@@ -136,69 +128,29 @@ def target_and_futures(family: str, **overrides: Any) -> tuple[Target, list[list
     return target, [greedy(target, list(prompt), 80) for prompt in ASKED]
 
 
-SHORT = list(itertools.product((spoiled_chain, duplicated_siblings, longer_than_the_budget), (1, 2), (1,)))
-
-
-@pytest.mark.parametrize(("spoil", "max_new_tokens", "rows"), [*((spoil, 23, 3) for spoil in SPOILS), *SHORT])
-def test_adversarial_drafts_change_nothing(spoil: Spoil, max_new_tokens: int, rows: int) -> None:
+@pytest.mark.parametrize(("name", "max_new_tokens", "rows"), [*((name, 23, 3) for name in SPOILS), *SHORT])
+def test_adversarial_drafts_change_nothing(name: str, max_new_tokens: int, rows: int) -> None:
     target, futures = target_and_futures("llama")
     prompts = [list(prompt) for prompt in ASKED[:rows]]
-    expected = [greedy(target, prompt, max_new_tokens, STOP) for prompt in prompts]
-    oracle = Oracle(futures[:rows], prompts, 6, spoil)
+    expected = [cut(future, STOP, max_new_tokens) for future in futures[:rows]]
+    oracle = Oracle(futures[:rows], prompts, 6, SPOILS[name])
     answers = decode_batch(target, oracle, prompts, {STOP}, max_new_tokens)
     assert [answer.token_ids for answer in answers] == expected
     for answer in answers:
         assert sum(answer.accepted_per_round) + answer.rounds - answer.last_round_cut + 1 == len(answer.token_ids)
-    if spoil is spoiled_chain and max_new_tokens == 23:
+    if name.startswith("right twice") and max_new_tokens == 23:
         assert all(set(answer.accepted_per_round[:-1]) == {2} for answer in answers)  # right drafts are accepted
 
 
-@pytest.mark.parametrize("spoil", SPOILS)
-def test_answers_side_by_side_are_those_of_each_alone(spoil: Spoil) -> None:
-    """Rounds and counts, too: also where answers end at different times and trees differ in size."""
-    target, futures = target_and_futures("gemma2", sliding_window=8)
-    prompts = [list(prompt) for prompt in ASKED]
-    stop = futures[1][9]  # ends the second answer early
-    together = decode_batch(target, Oracle(futures, prompts, 6, spoil), prompts, {stop}, 30)
-    for prompt, future, answer in zip(prompts, futures, together, strict=True):
-        alone = decode(target, Oracle([future], [prompt], 6, spoil), prompt, {stop}, 30)
-        for name in ("token_ids", "accepted_per_round", "last_round_cut", "tree_nodes", "draft_calls"):
-            assert getattr(answer, name) == getattr(alone, name), name
+def cut(future: list[int], stop: int, most: int) -> list[int]:
+    kept = future[:most]
+    return kept[: kept.index(stop) + 1] if stop in kept else kept
 
 
-@pytest.mark.parametrize(("family", "rows"), [("llama", 1), ("gpt2", 2)])
-def test_drafts_end_where_the_target_s_positions_end(family: str, rows: int) -> None:
-    """GPT-2 looks positions up in a table: one beyond it is an error, not a longer context."""
-    target = Target(make_target(family, max_position_embeddings=32, n_positions=32))
-    prompts = [[11, 12, 13], [21, 22, 23, 24, 25]][:rows]
-    budget = 32 - len(prompts[-1])
-    futures = [greedy(target, prompt, budget) for prompt in prompts]
-    oracle = Oracle([[*future, *range(60)] for future in futures], prompts, 40, longer_than_the_budget)
-    answers = decode_batch(target, oracle, prompts, {-1}, budget)
-    assert [answer.token_ids for answer in answers] == futures
-    assert max(nodes for answer in answers for nodes in answer.tree_nodes) <= 32
-
-
-def test_a_stop_token_inside_an_accepted_path_ends_the_answer_there() -> None:
-    """The target's third token is declared the stop token: nothing behind it stands in the answer or in the counts."""
-    target = Target(make_target())
-    prompt = [11, 12, 13]
-    future = greedy(target, prompt, 30)
-    stop = future[3]
-    end = future.index(stop) + 1
-    oracle = Oracle([future], [prompt], 12, lambda root, rest: chain([root, *rest]))
-    out = decode(target, oracle, prompt, {stop}, 30)
-    assert out.token_ids == future[:end]
-    assert out.accepted_per_round == [end - 1]
-    assert out.last_round_cut
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_the_proposer_sees_the_target_s_own_states_of_what_was_committed(rows: int) -> None:
+def test_the_proposer_sees_the_target_s_own_states_of_what_was_committed() -> None:
     """Whatever stood beside the accepted path in the tree: never a drafted or a rejected node's state."""
-    target = Target(make_target())
-    prompts = [[11, 12, 13], [21, 22, 23, 24, 25, 26], [7]][:rows]
-    futures = [greedy(target, prompt, 40) for prompt in prompts]
+    target, futures = target_and_futures("llama")
+    prompts, futures = [list(prompt) for prompt in ASKED[:3]], futures[:3]
 
     def right_path_behind_wrong_ones(root: int, rest: list[int]) -> Nodes:
         tokens = [root, (rest[0] + 1) % 320, (rest[0] + 2) % 320, rest[0], 9, rest[1] if len(rest) > 1 else 8]
@@ -211,16 +163,6 @@ def test_the_proposer_sees_the_target_s_own_states_of_what_was_committed(rows: i
         seen = torch.cat(features)
         expected = target.states(torch.tensor([prompt + future])).captured[0, : len(seen)]
         torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_only_the_states_asked_for_are_captured() -> None:
-    target = Target(make_target())
-    session = target.session((1, 5))
-    _, captured = session.prefill([[11, 12, 13]])
-    expected = Target(target.model, (1, 5)).states(torch.tensor([[11, 12, 13]])).captured
-    assert captured is not None
-    torch.testing.assert_close(captured, expected, rtol=1e-4, atol=1e-4)
-    assert target.session().prefill([[11, 12, 13]])[1] is None
 
 
 class Waits(TorchDispatchMode):
@@ -242,28 +184,24 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class FakeEvent:
-    """An event of a device whose queue runs a second behind."""
-
-    now = 0.0
-
-    def __init__(self, device: torch.device, enable_timing: bool):
-        assert enable_timing
-        self.device = device
-
-    def record(self, stream: str) -> None:
-        assert stream == f"the queue of {self.device}"
-        FakeEvent.now += 0.5
-        self.at = FakeEvent.now
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, other: "FakeEvent") -> float:
-        return 1000 * (other.at - self.at)
-
-
 def test_time_on_an_accelerator_is_asked_of_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "Event", FakeEvent)
+    class Event:
+        """Of a queue that runs behind."""
+
+        now = 0.0
+
+        def __init__(self, device: torch.device, enable_timing: bool) -> None: ...
+
+        def record(self, stream: str) -> None:
+            assert stream == "the queue of cuda"
+            Event.now = self.at = Event.now + 0.5
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 1000 * (other.at - self.at)
+
+    monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the queue of {device}")
     clock = Clock(torch.device("cuda"))
     first, _, third = clock.mark(), clock.mark(), clock.mark()
@@ -306,16 +244,7 @@ def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch:
         assert answer.draft_seconds == 0  # a root alone is no draft: making it is the loop's own work
 
 
-def test_what_cannot_be_decoded_is_said_at_once() -> None:
-    """Besides what tests/test_lossless.py has of single requests."""
-    target = Target(make_target())
-    with pytest.raises(ValueError, match="needs prompts"):
-        decode_batch(target, None, [], {4}, 5)
-    with pytest.raises(ValueError, match="1 sets of draws for 2 prompts"):
-        decode_batch(target, None, [[1], [2]], {4}, 5, Sampling(1.0), [SeededDraws(0, 0)])
-
-
-@pytest.mark.parametrize(("tree", "rows"), [("chain", 1), ("chain", 3), ("static", 3), ("eagle2", 3)])
+@pytest.mark.parametrize(("tree", "rows"), [("chain", 1), ("static", 3), ("eagle2", 3)])
 def test_a_round_waits_for_the_device_once(rows: int, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its one wait is the list of accepted tokens (`tolist`, which is counted by itself)."""
     target = Target(make_target())
@@ -338,73 +267,65 @@ def test_a_round_waits_for_the_device_once(rows: int, tree: str, monkeypatch: py
     assert waits.seen == []
 
 
-@pytest.mark.parametrize(
-    ("tokens", "budget", "kept"),
-    [([1, 2, 3], 9, 3), ([1, 9, 3], 9, 2), ([9], 5, 1), ([1, 2, 3], 2, 2), ([1, 2, 9], 2, 2), ([1, 9, 9], 3, 2)],
+TREES: st.SearchStrategy[Nodes] = st.lists(st.tuples(st.integers(0, 13), st.integers(0, 5)), max_size=13).map(
+    lambda nodes: ([0, *(t for _, t in nodes)], [-1, *sorted(p % (i + 1) for i, (p, _) in enumerate(nodes))])
 )
-def test_cut(tokens: list[int], budget: int, kept: int) -> None:
-    assert count_kept(tokens, {9}, budget) == kept
 
 
-def random_tree(chance: random.Random, nodes: int) -> tuple[list[int], list[int]]:
-    parents = [-1, *sorted(chance.randrange(i) for i in range(1, nodes))]
-    return [chance.randrange(6) for _ in range(nodes)], parents
+@given(trees=st.lists(TREES, min_size=1, max_size=3), seed=st.integers(0, 10**6))
+@effort(60)
+def test_tree_ancestors_depths_and_acceptance_against_slow_twins(trees: list[Nodes], seed: int) -> None:
+    """Chains take a short cut."""
+    tree = side_by_side(trees)
+    logits = torch.randn(len(trees), tree.nodes, 6, generator=torch.Generator().manual_seed(seed))
+    accepted = GreedyAcceptance().accept(tree, logits)
+    assert accepted.path is not None
+    for row, (tokens, parents) in enumerate(trees):
+        nodes = len(tokens)
+        ancestors = reference.draft_tree_ancestors(parents)
+        found = [set(marks.nonzero().flatten().tolist()) for marks in tree.ancestors[row, :nodes]]
+        assert found == ancestors
+        assert tree.depths[row, :nodes].tolist() == [len(a) - 1 for a in ancestors]
+        path, bonus = accepted.path[row, : int(accepted.length[row])].tolist(), int(accepted.bonus[row])
+        best = logits[row].argmax(-1).tolist()
+        twin, twin_bonus = reference.greedy_path(tokens, parents, best)
+        # Repeated siblings: the twin may take another copy, and a shorter path below it; ours is never shorter.
+        assert len(path) >= len(twin)
+        if len({(p, t) for p, t in zip(parents, tokens, strict=True)}) == nodes:
+            assert (path, bonus) == (twin, twin_bonus)
+        assert all(best[a] == tokens[b] for a, b in itertools.pairwise(path))
+        assert bonus == best[path[-1]]
+    chains = side_by_side([chain(tokens) for tokens, _ in trees])
+    short = GreedyAcceptance().accept(replace(chains, is_chain=True), logits)
+    whole = GreedyAcceptance().accept(chains, logits)
+    assert short.path is None
+    assert (short.length.tolist(), short.bonus.tolist()) == (whole.length.tolist(), whole.bonus.tolist())
 
 
-def test_tree_ancestors_depths_and_acceptance_against_slow_twins() -> None:
-    chance = random.Random(0)
-    for _ in range(100):
-        trees = [random_tree(chance, chance.randint(1, 14)) for _ in range(chance.randint(1, 3))]
-        tree = side_by_side(trees)
-        logits = torch.randn(
-            len(trees), tree.nodes, 6, generator=torch.Generator().manual_seed(chance.randrange(10**6))
-        )
-        accepted = GreedyAcceptance().accept(tree, logits)
-        assert accepted.path is not None
-        for row, (tokens, parents) in enumerate(trees):
-            nodes = len(tokens)
-            ancestors = reference.draft_tree_ancestors(parents)
-            found = [set(marks.nonzero().flatten().tolist()) for marks in tree.ancestors[row, :nodes]]
-            assert found == ancestors
-            assert tree.depths[row, :nodes].tolist() == [len(a) - 1 for a in ancestors]
-            path, bonus = accepted.path[row, : int(accepted.length[row])].tolist(), int(accepted.bonus[row])
-            best = logits[row].argmax(-1).tolist()
-            twin, twin_bonus = reference.greedy_path(tokens, parents, best)
-            # Repeated siblings: the twin may take another copy, and a shorter path below it; ours is never shorter.
-            assert len(path) >= len(twin)
-            if len({(p, t) for p, t in zip(parents, tokens, strict=True)}) == nodes:
-                assert (path, bonus) == (twin, twin_bonus)
-            assert all(best[a] == tokens[b] for a, b in itertools.pairwise(path))
-            assert bonus == best[path[-1]]
+@given(trees=st.lists(TREES, min_size=1, max_size=3), limits=st.tuples(*[st.integers(0, 4)] * 3))
+@effort(60)
+def test_pruning_leaves_the_shallower_nodes(trees: list[Nodes], limits: tuple[int, ...]) -> None:
+    depths = [[len(a) - 1 for a in reference.draft_tree_ancestors(parents)] for _, parents in trees]
+    order = [sorted(range(len(d)), key=lambda i, d=d: d[i]) for d in depths]
+    trees = [
+        ([tokens[i] for i in o], [-1 if parents[i] < 0 else o.index(parents[i]) for i in o])
+        for (tokens, parents), o in zip(trees, order, strict=True)
+    ]
+    pruned = side_by_side(trees).pruned(limits[: len(trees)])
+    sizes = [pruned.nodes] * len(trees) if pruned.sizes is None else pruned.sizes.tolist()
+    for row, ((tokens, parents), size) in enumerate(zip(trees, sizes, strict=True)):
+        assert size == sum(d <= limits[row] for d in depths[row])
+        assert pruned.tokens[row, :size].tolist() == tokens[:size]
+        assert pruned.parents[row, :size].tolist() == parents[:size]
 
 
-def test_pruning_leaves_the_shallower_nodes_and_nothing_drawn_from_new_leaves() -> None:
-    chance = random.Random(1)
-    for _ in range(60):
-        trees = [random_tree(chance, chance.randint(1, 14)) for _ in range(chance.randint(1, 3))]
-        depths = [[len(a) - 1 for a in reference.draft_tree_ancestors(parents)] for _, parents in trees]
-        order = [sorted(range(len(d)), key=lambda i, d=d: d[i]) for d in depths]
-        trees = [
-            ([tokens[i] for i in o], [-1 if parents[i] < 0 else o.index(parents[i]) for i in o])
-            for (tokens, parents), o in zip(trees, order, strict=True)
-        ]
-        limits = [chance.randint(0, 4) for _ in trees]
-        pruned = side_by_side(trees).pruned(limits)
-        sizes = [pruned.nodes] * len(trees) if pruned.sizes is None else pruned.sizes.tolist()
-        for row, ((tokens, parents), limit, size) in enumerate(zip(trees, limits, sizes, strict=True)):
-            kept = sum(d <= limit for d in depths[row])
-            assert size == kept
-            assert pruned.tokens[row, :size].tolist() == tokens[:kept]
-            assert pruned.parents[row, :size].tolist() == parents[:kept]
-    for parents, leaves, limit in (([-1, 0, 1, 2], [3], 2), ([-1, 0, 0, 2], [1, 3], 1)):
-        q = torch.rand(1, 4, 6)
-        q[:, leaves] = 0
-        drawn = DraftTree(torch.tensor([[1, 2, 3, 4]]), torch.tensor([parents]), 3, drawn_from=q)
-        left = drawn.pruned([limit]).drawn_from
-        assert left is not None
-        assert left.shape == (1, 3, 6)
-        assert torch.equal(left[:, :limit], q[:, :limit])
-        assert not left[:, limit:].any()
+@pytest.mark.parametrize(("parents", "leaves", "limit"), [([-1, 0, 1, 2], [3], 2), ([-1, 0, 0, 2], [1, 3], 1)])
+def test_nothing_is_drawn_from_new_leaves(parents: list[int], leaves: list[int], limit: int) -> None:
+    q = torch.rand(1, 4, 6)
+    q[:, leaves] = 0
+    left = DraftTree(torch.tensor([[1, 2, 3, 4]]), torch.tensor([parents]), 3, drawn_from=q).pruned([limit]).drawn_from
+    assert left is not None and left.shape == (1, 3, 6)
+    assert torch.equal(left[:, :limit], q[:, :limit]) and not left[:, limit:].any()
 
 
 def test_prompt_lookup_continues_the_latest_longest_match() -> None:
@@ -420,19 +341,3 @@ def test_prompt_lookup_continues_the_latest_longest_match() -> None:
     assert tree.sizes.tolist() == [4, 1]  # nothing to copy: a round of plain decoding
     lookup.set_rows([1])
     assert lookup.propose()[0].tokens.tolist() == [[7]]
-
-
-def test_chains_are_accepted_as_the_trees_they_are() -> None:
-    """The short cut for chains against the rule for all trees, padding included."""
-    chance = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        sizes = torch.randint(1, 7, (3,), generator=chance)
-        nodes = int(sizes.max())
-        tokens = torch.randint(2, (3, nodes), generator=chance)
-        parents = torch.arange(-1, nodes - 1).expand(3, -1)
-        logits = torch.randn(3, nodes, 2, generator=chance)
-        short = GreedyAcceptance().accept(DraftTree(tokens, parents, nodes - 1, sizes, is_chain=True), logits)
-        whole = GreedyAcceptance().accept(DraftTree(tokens, parents, nodes - 1, sizes), logits)
-        assert short.path is None
-        assert short.length.tolist() == whole.length.tolist()
-        assert short.bonus.tolist() == whole.bonus.tolist()

@@ -5,24 +5,21 @@ How they learn is tests/test_unroll.py's matter, how they draft tests/test_lossl
 
 import json
 import shutil
-from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
+from transformers import AutoConfig
 
-from draftsmith.eval import acceptance
-from draftsmith.eval.decoding.contenders import contenders_of, main_contender
-from draftsmith.eval.recorded.answers import Recording
-from draftsmith.eval.recorded.replay_contenders import planned_bytes
 from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, save_drafter
 from draftsmith.models.draft_tree import Committed, Drafting
-from draftsmith.models.drafters import drafter_shape, trainable_parameters
+from draftsmith.models.drafters import drafter_shape
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
@@ -30,12 +27,11 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import DrafterSection, TargetSection
-from draftsmith.train.run import loop
 from draftsmith.train.run.initial_drafter import new_drafter, start_from
-from tests.conftest import files_of, make_target
+from tests.conftest import make_target
 from tests.pairs import KINDS, untaught
 from tests.thinning import a_few
-from tests.training_runs import SIX_STEPS, metrics, run_main, train, write_conversations
+from tests.training_runs import SIX_STEPS, metrics, train, write_conversations
 
 # What a recipe says of drafter and training; what it leaves out is as published, noise and detached steps included.
 RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -51,7 +47,6 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"ttt_steps": 2},
     ),
 }
-every_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
 @pytest.fixture
@@ -106,7 +101,7 @@ def saved(directory: Path, kind: str, loaded: tuple[Target, dict[str, Any]], voc
 # Training.
 
 
-@every_recipe
+@pytest.mark.parametrize("name", a_few(RECIPES, "poss over eagle3"))
 def test_resumed_equals_uninterrupted_bit_for_bit(name: str, recipe_of: Any, tmp_path: Path) -> None:
     """Noise included: it hangs on the rows, not on how often random numbers were drawn. And replay at checkpoints."""
     path = recipe_of(name)
@@ -126,67 +121,6 @@ def test_resumed_equals_uninterrupted_bit_for_bit(name: str, recipe_of: Any, tmp
     assert_same_weights(resumed, whole)
 
 
-@pytest.mark.parametrize("name", a_few(RECIPES, "hass", "poss over eagle3"))
-def test_splitting_and_recomputing_follow_one_trajectory(name: str, recipe_of: Any, tmp_path: Path) -> None:
-    path = recipe_of(name)
-    lines = {}
-    for run, overrides in {
-        "whole": ["train.batch_size=24"],
-        "split": ["train.batch_size=8", "train.gradient_accumulation_steps=3"],
-        "recomputed": ["train.batch_size=24", "train.gradient_checkpointing=true"],
-    }.items():
-        output = copy_of_inputs(path.with_suffix(""), tmp_path / run)
-        settings = ["train.validation_conversations=0", "train.max_steps=3", f"output_dir={output}"]
-        lines[run] = metrics(train(path, *overrides, *settings))
-    for run in ("split", "recomputed"):
-        for mine, expected in zip(lines[run], lines["whole"], strict=True):
-            assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-            assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-            assert mine["accuracy"] == expected["accuracy"]
-
-
-def test_training_learns_of_features_and_of_tokens(recipe_of: Any) -> None:
-    overrides = ["train.max_steps=60", "train.learning_rate=0.02", "train.batch_size=24", "train.save_every_steps=60"]
-    lines = metrics(train(recipe_of("hass"), *overrides, "train.clip=norm", "train.validation_conversations=0"))
-    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
-    assert lines[-1]["simulated_tau"] > 1.4 > 1.1 > lines[0]["simulated_tau"]
-
-
-def test_noise_is_for_training_alone_and_changes_it(recipe_of: Any, tmp_path: Path) -> None:
-    """The weights of the first validation come from different steps, so a run that never steps far is compared."""
-    path = recipe_of("eagle")
-    tiny = ["train.learning_rate=1e-12", "train.max_steps=3"]
-    noisy = metrics(train(path, *tiny))
-    silent = copy_of_inputs(path.with_suffix(""), tmp_path / "silent")
-    quiet = metrics(train(path, *tiny, "train.feature_noise=0", f"output_dir={silent}"))
-    assert noisy[-1]["loss"] != pytest.approx(quiet[-1]["loss"], rel=1e-4)
-    assert noisy[-1]["validation_loss"] == pytest.approx(quiet[-1]["validation_loss"], rel=1e-6)
-
-
-def test_noise_depends_on_seed_epoch_and_row_alone(recipe_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its draws have the same names however rows are batched; tests/test_losses.py has what a name draws."""
-    path, drawn = recipe_of("eagle"), Counter[tuple[str, int]]()
-    add = loop.add_noise
-
-    def adding(states: torch.Tensor, width: float, lengths: list[int], names: list[str], documents: Any) -> Any:
-        drawn.update(zip(names, lengths, strict=True))
-        return add(states, width, lengths, names, documents)
-
-    monkeypatch.setattr(loop, "add_noise", adding)
-
-    def names_of(label: str, *overrides: str) -> Counter[tuple[str, int]]:
-        drawn.clear()
-        output = copy_of_inputs(path.with_suffix(""), path.with_name(label))
-        epochs = ["train.max_steps=null", "train.epochs=2", "train.validation_conversations=0"]
-        train(path, *epochs, *overrides, f"output_dir={output}")
-        return drawn.copy()
-
-    one = names_of("one", "train.batch_size=1", "train.gradient_accumulation_steps=4")
-    assert len(one) == one.total() == 2 * 24
-    assert names_of("four", "train.batch_size=4") == one
-    assert not names_of("other seed", "train.seed=1").keys() & one.keys()
-
-
 def test_clipping_by_value_clips_each_element(recipe_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     step = torch.optim.AdamW.step
@@ -200,35 +134,6 @@ def test_clipping_by_value_clips_each_element(recipe_of: Any, monkeypatch: pytes
     lines = metrics(train(recipe_of("hass"), "train.max_steps=2", "train.max_grad_norm=1e-4"))
     assert seen == [pytest.approx(1e-4)] * 2
     assert all(line["grad_norm"] > 1e-3 for line in lines)  # as it was before
-
-
-def test_another_kind_s_script_says_which_is_its_own(recipe_of: Any) -> None:
-    for name, script, right in (("poss", "eagle", "poss"), ("hass", "eagle3", "eagle"), ("eagle3.1", "poss", "eagle3")):
-        with pytest.raises(
-            UserError, match=rf"drafter\.kind: {right}; `draftsmith train` \(or train/{right}\.py\) trains"
-        ):
-            train(recipe_of(name), script=script)
-
-
-@every_recipe
-def test_the_plan_of_every_kind(
-    name: str, recipe_of: Any, capsys: pytest.CaptureFixture[str], target_dir: Path
-) -> None:
-    path = recipe_of(name)
-    train(path, "--plan", "train.eval_replay=2", "eval.tree={policy: chain, nodes: 4}")
-    said = {line[:14].strip(): line[15:] for line in capsys.readouterr().out.splitlines() if line[:1] != " "}
-    recipe, target = load_recipe(path), Target(make_target())
-    drafter = new_drafter(
-        recipe.drafter,
-        drafter_shape(recipe.drafter, target.config),
-        DraftVocab.load(path.with_suffix("") / "draft_vocab.safetensors"),
-        target,
-        {},
-    )
-    count = sum(p.numel() for p in drafter.parameters())
-    head = "head of 160 tokens: 0.01 M" if recipe.drafter.extends == "eagle3" else "the target's head"
-    assert said["parameters"].startswith(f"{count / 1e6:.2f} M trained ({head})")
-    assert trainable_parameters(drafter.config) == count
 
 
 # What a run starts from.
@@ -248,6 +153,7 @@ def test_a_head_may_start_as_the_target_s() -> None:
 
 
 @pytest.mark.parametrize(("single", "specialists"), [("eagle", "poss"), ("eagle3", "poss over eagle3")])
+@torch.no_grad()
 def test_every_specialist_starts_from_the_single_layer(
     single: str, specialists: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -256,17 +162,11 @@ def test_every_specialist_starts_from_the_single_layer(
     single_dir = saved(tmp_path / "single", single, loaded)
     before: Any = load_drafter(single_dir, target, identity, read_drafter_config(single_dir)[0].capture_layers)
     drafter = untaught(specialists, target)
-    untrained = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    assert not torch.equal(distributions(drafter, target), distributions(before, target))
     start_from(single_dir, drafter, identity)
-    with torch.no_grad():
-        assert not all(torch.equal(untrained[name], tensor) for name, tensor in drafter.state_dict().items())
-        for stack in drafter.stacks:
-            assert len(stack) == 1
-            for name, tensor in before.stacks[0][0].state_dict().items():
-                assert torch.equal(stack[0].state_dict()[name], tensor)
-        assert torch.equal(distributions(drafter, target), distributions(before, target))
-        drafter.stacks[0][0].mlp.down_proj.weight.zero_()
-        assert drafter.stacks[1][0].mlp.down_proj.weight.abs().max() > 0  # copies, not one tensor for all
+    assert torch.equal(distributions(drafter, target), distributions(before, target))
+    drafter.stacks[0][0].mlp.down_proj.weight.zero_()
+    assert drafter.stacks[1][0].mlp.down_proj.weight.abs().max() > 0  # copies, not one tensor for all
 
 
 def distributions(drafter: FeatureDrafter, target: Target, cut: DraftVocab | None = None) -> torch.Tensor:
@@ -287,61 +187,45 @@ def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
 ) -> None:
     monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("the target was loaded"))
     starts = tmp_path / "starts"
-    half = DraftVocab(torch.arange(0, 320, 2), 320)
-    other = DraftVocab(torch.arange(1, 320, 2), 320)
+    for name, kind, first in (("eagle3", "eagle3", 0), ("other words", "eagle3", 1), ("eagle3.1", "eagle3.1", 0)):
+        saved(starts / name, kind, loaded, DraftVocab(torch.arange(first, 320, 2), 320))
     for kind in ("eagle", "poss"):
         saved(starts / kind, kind, loaded)
-    saved(starts / "eagle3", "eagle3", loaded, half)
-    saved(starts / "other words", "eagle3", loaded, other)
-    saved(starts / "eagle3.1", "eagle3.1", loaded, half)
     elsewhere = Target(make_target(vocab_size=330))
     save_drafter(
         starts / "wide",
         untaught("eagle", elsewhere),
-        files_of(elsewhere).identity_of(elsewhere),
+        TargetFiles(TargetSection(model="wide")).identity_of(elsewhere),
         "",
         {},
     )
+    paths = {name: recipe_of(name) for name in ("poss", "poss over eagle3", "eagle")}
     for name, start, message in (
-        ("poss", "eagle3", "is a drafter of kind eagle3, the recipe asks for poss-2, which may also start from a "),
         ("poss", "eagle3.1", "kind eagle3.1, the recipe asks for poss-2"),
-        ("poss over eagle3", "eagle", "kind eagle, the recipe asks for poss-1 over eagle3, which .* a single eagle3"),
-        ("poss over eagle3", "poss", "kind poss-2, the recipe asks for poss-1 over eagle3"),
+        ("poss over eagle3", "eagle", "kind eagle, the recipe asks for poss-1 over eagle3"),
         ("eagle", "poss", "kind poss-2, the recipe asks for eagle"),
         ("poss over eagle3", "eagle3.1", "num_layers is 2 there, 1 here; fc_norm is True there, False here"),
         ("poss over eagle3", "other words", "has another draft vocabulary"),
         ("eagle", "wide", "vocab_size: the drafter was trained for 330, this target has 320"),
         ("eagle", "nowhere", "no drafter here"),
     ):
-        path = recipe_of(name)
-        for plan in ((), ("--plan",)):
-            with pytest.raises(UserError, match=rf"drafter\.init_from: .*{message}"):
-                train(path, f"drafter.init_from={starts / start}", *plan)
-        if start != "other words":  # a plan before there is a vocabulary
-            load_recipe(path).draft_vocab_path.unlink()
-            with pytest.raises(UserError, match=rf"drafter\.init_from: .*{message}"):
-                train(path, f"drafter.init_from={starts / start}", "--plan")
-        shutil.rmtree(path.with_suffix(""))
+        with pytest.raises(UserError, match=rf"drafter\.init_from: .*{message}"):
+            train(paths[name], f"drafter.init_from={starts / start}", "--plan")
     with pytest.raises(UserError, match=r"specialists is 2 there, 3 here"):
-        train(recipe_of("poss"), f"drafter.init_from={starts / 'poss'}", "drafter.specialists=3", "train.ttt_steps=6")
-    with pytest.raises(UserError, match=r"intermediate_size is 48 there, 40 here"):
-        train(recipe_of("eagle"), f"drafter.init_from={starts / 'eagle'}", "drafter.intermediate_size=40")
+        train(paths["poss"], f"drafter.init_from={starts / 'poss'}", "drafter.specialists=3", "train.ttt_steps=6")
 
 
+@pytest.mark.slow
 def test_a_run_from_a_trained_drafter(recipe_of: Any) -> None:
-    """eagle, then its specialists, then those again; another start under a checkpoint is refused."""
-    first = train(recipe_of("eagle"), "train.max_steps=2")
-    path = recipe_of("poss")
+    """eagle, then its specialists; another start under a checkpoint is refused."""
+    first, path = train(recipe_of("eagle"), "train.max_steps=2"), recipe_of("poss")
     second = train(path, f"drafter.init_from={first / 'drafter'}", "train.max_steps=2", "train.learning_rate=1e-9")
     single, several = (load_file(each / "drafter/model.safetensors") for each in (first, second))
-    torch.testing.assert_close(several["fc.weight"], single["fc.weight"])
+    name = "self_attn.q_proj.weight"
     for i in range(2):
-        name = "self_attn.q_proj.weight"
         torch.testing.assert_close(several[f"specialists.{i}.{name}"], single[f"layers.0.{name}"])
-    third = copy_of_inputs(second, second.with_name("third"))
-    train(path, f"drafter.init_from={second / 'drafter'}", "train.max_steps=1", f"output_dir={third}")
     with pytest.raises(UserError, match=r"drafter\.init_from: the checkpoint has"):
-        train(path, f"drafter.init_from={third / 'drafter'}", "train.max_steps=3", f"output_dir={third}")
+        train(path, f"drafter.init_from={second / 'drafter'}", "train.max_steps=3")
 
 
 # Checkpoints.
@@ -350,30 +234,18 @@ def test_a_run_from_a_trained_drafter(recipe_of: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_drafter_drafts_the_same(kind: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path) -> None:
     target, identity = loaded
-    drafter = untaught(kind, target).requires_grad_(False)
-    save_drafter(tmp_path / "drafter", drafter, identity, "", {})
-    shape, _ = read_drafter_config(tmp_path / "drafter")
-    assert shape == drafter.config
-    assert type(shape).from_dict(json.loads(json.dumps(shape.to_dict()))) == shape
-    again = load_drafter(tmp_path / "drafter", target, identity, shape.capture_layers)
-    assert type(again) is type(drafter)
+    drafter, written = untaught(kind, target).requires_grad_(False), set()
+    for _ in range(4):  # equal weights, equal digests
+        save_drafter(tmp_path / "drafter", drafter, identity, "", {})
+        written.add((tmp_path / "drafter/model.safetensors").read_bytes())
+    assert len(written) == 1
+    again = load_drafter(tmp_path / "drafter", target, identity, drafter.config.capture_layers)
+    assert type(again) is type(drafter) and again.config == drafter.config
     assert torch.equal(distributions(again, target), distributions(drafter, target))
     alone = read_drafter(tmp_path / "drafter")  # without the target, as exports do
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in alone.state_dict().items())
-    first = (tmp_path / "drafter/model.safetensors").read_bytes()
-    for _ in range(4):  # equal weights, equal digests
-        save_drafter(tmp_path / "drafter", drafter, identity, "", {})
-        assert (tmp_path / "drafter/model.safetensors").read_bytes() == first
     frozen = {"head_weight", "head_bias"}  # the target's
     assert not frozen & load_file(tmp_path / "drafter/model.safetensors").keys()
-
-
-def test_the_recipe_beside_a_drafter_is_unicode_in_every_locale(
-    loaded: tuple[Target, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("io.text_encoding", lambda encoding, _=2: encoding or "ascii")  # as where LC_ALL=C counts
-    save_drafter(tmp_path / "drafter", untaught("eagle3", loaded[0]), loaded[1], "output_dir: läufe\n", {})
-    assert (tmp_path / "drafter/recipe.yaml").read_text(encoding="utf-8") == "output_dir: läufe\n"
 
 
 def edited(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -386,15 +258,11 @@ def edited(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
     ("kind", "change", "message"),
     [
         ("poss", {"positions_per_specialist": 1}, "positions_per_specialist is 1, the weights were written with 2"),
-        ("poss", {"specialists": 3}, "specialists is 3, the weights were written with 2"),
         ("poss", {"specialists": 0}, "specialists is 0, not a whole number from 1 to"),
-        ("poss", {"specialists": 2.5}, r"specialists is 2\.5, not a whole number from 1 to"),
         ("poss", {"num_layers": 2}, "a position specialist is a single layer"),
-        ("poss", {"capture_layers": [2, 3]}, r"capture_layers are \[2, 3\]; EAGLE-1 reads the target's last, 7"),
+        ("poss", {"capture_layers": [2, 3]}, r"capture_layers are \[2, 3\]"),
         ("eagle", {"fc_bias": "yes"}, "fc_bias is 'yes', neither true nor false"),
-        ("eagle", {"fc_bias": False}, "fc_bias is False, the weights were written with True"),
         ("eagle3.1", {"norm_output": False}, "norm_output is False, the weights were written with True"),
-        ("eagle3.1", {"num_layers": 1}, "num_layers is 1, the weights were written with 2"),
     ],
 )
 def test_an_edited_layout_is_refused(
@@ -407,101 +275,69 @@ def test_an_edited_layout_is_refused(
         load_drafter(directory, *loaded, capture=untaught(kind, loaded[0]).config.capture_layers)
 
 
-@pytest.mark.parametrize(("kind", "base"), [("eagle", None), ("poss", "eagle3"), ("poss", None), ("medusa", None)])
-def test_another_kind_s_config_is_refused(
-    kind: str, base: str | None, loaded: tuple[Target, dict[str, Any]], tmp_path: Path
-) -> None:
-    directory = saved(tmp_path / "drafter", "poss", loaded)
-    edited(directory, lambda config: config.update(kind=kind, base=base))
-    with pytest.raises(UserError, match=r"config\.json"):
-        load_drafter(directory, *loaded, capture=(7,))
-
-
-def test_a_config_nested_deep_is_refused(loaded: tuple[Target, dict[str, Any]], tmp_path: Path) -> None:
-    directory = saved(tmp_path / "drafter", "eagle", loaded)
-    edited(directory, lambda config: config["drafter"].update(rope_parameters="@"))
-    config = (directory / "config.json").read_text().replace('"@"', "[" * 300 + "]" * 300)
-    (directory / "config.json").write_text(config)
-    with pytest.raises(UserError, match=r"config\.json: nested too deeply"):
-        read_drafter_config(directory)
-
-
 def test_weights_of_another_layout_without_a_word_of_it_are_refused(
     loaded: tuple[Target, dict[str, Any]], tmp_path: Path
 ) -> None:
     """Files that other tools wrote say nothing of their config: then the tensors must fit."""
-    from safetensors.torch import save_file
-
     directory = saved(tmp_path / "drafter", "poss", loaded)
-    tensors = load_file(directory / "model.safetensors")
-    save_file(tensors, directory / "model.safetensors")
+    save_file(load_file(directory / "model.safetensors"), directory / "model.safetensors")
     assert load_drafter(directory, *loaded, capture=(7,)).config.kind == "poss"
-    edited(directory, lambda config: config["drafter"].update(specialists=3))
-    with pytest.raises(UserError, match=r"describes poss-2: specialists\.2\.\S+ is missing; .* and \d+ more"):
-        load_drafter(directory, *loaded, capture=(7,))
-    edited(directory, lambda config: config["drafter"].update(specialists=1))
-    with pytest.raises(UserError, match=r"specialists\.1\.\S+ has no place"):
-        load_drafter(directory, *loaded, capture=(7,))
-    edited(directory, lambda config: config["drafter"].update(specialists=2, intermediate_size=40))
-    with pytest.raises(UserError, match=r"is \[32, 48\], not \[32, 40\]"):
+    for change, message in (
+        ({"specialists": 3}, r"describes poss-2: specialists\.2\.\S+ is missing; .* and \d+ more"),
+        ({"specialists": 1}, r"specialists\.1\.\S+ has no place"),
+        ({"specialists": 2, "intermediate_size": 40}, r"is \[32, 48\], not \[32, 40\]"),
+    ):
+        edited(directory, lambda config, change=change: config["drafter"].update(change))
+        with pytest.raises(UserError, match=message):
+            load_drafter(directory, *loaded, capture=(7,))
+    edited(directory, lambda config: config.update(kind="medusa", base=None))
+    with pytest.raises(UserError, match=r"config\.json"):
         load_drafter(directory, *loaded, capture=(7,))
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "message"),
+    ("change", "message"),
     [
-        ("eagle3", {"num_layers": 1_000_000}, r"describes 1,000,000 layers, .*; its weights are 15 tensors"),
-        ("poss", {"specialists": 1_000_000}, "describes 1,000,000 layers"),
-        ("eagle3", {"intermediate_size": 10**9}, "up to 1,000,000,000 wide; its weights are .* up to 320 wide"),
-        ("eagle3", {"num_attention_heads": 10**9, "head_dim": 10**9}, "up to 1,000,000,000,000,000,000 wide"),
-        ("eagle3", {"hidden_size": 10**12}, "hidden_size is 1000000000000, not a whole number from 1 to 2,147,483,647"),
-        ("eagle3", {"num_key_value_heads": 0}, "num_key_value_heads is 0, not a whole number"),
-        ("eagle3", {"hidden_act": "/etc/passwd"}, "hidden_act is '/etc/passwd', not the name of an activation"),
-        ("eagle3", {"hidden_act": []}, r"hidden_act is \[\], not the name"),
-        ("eagle3", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', not a number above 0"),
-        ("eagle3", {"embedding_scale": float("nan")}, "embedding_scale is nan, not a number above 0"),
-        ("eagle3", {"rope_parameters": 10000.0}, "rope_parameters are 10000.0: not an object"),
-        ("eagle3", {"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, "rope_parameters are .*'x'"),
-        ("eagle3", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "frequencies are not finite"),
-        ("eagle3", {"capture_layers": "234"}, "capture_layers are '234', not a list of whole numbers"),
-        ("eagle3", {"capture_layers": list(range(2, 99))}, "up to 3,104 wide"),
+        ({"num_layers": 1_000_000}, r"describes 1,000,000 layers, .*; its weights are 15 tensors"),
+        ({"intermediate_size": 10**9}, "up to 1,000,000,000 wide; its weights are .* up to 320 wide"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000, not a whole number"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0, not a whole number"),
+        ({"hidden_act": "/etc/passwd"}, "hidden_act is '/etc/passwd', not the name of an activation"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', not a number above 0"),
+        ({"embedding_scale": float("nan")}, "embedding_scale is nan, not a number above 0"),
+        ({"rope_parameters": 10000.0}, "rope_parameters are 10000.0: not an object"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "frequencies are not finite"),
+        ({"capture_layers": "234"}, "capture_layers are '234', not a list of whole numbers"),
     ],
 )
 def test_numbers_that_the_weights_cannot_have_are_refused_before_anything_is_built(
-    kind: str,
     change: dict[str, Any],
     message: str,
     loaded: tuple[Target, dict[str, Any]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from safetensors.torch import save_file
-
-    directory = saved(tmp_path / "drafter", kind, loaded)
+    directory = saved(tmp_path / "drafter", "eagle3", loaded)
     tensors = load_file(directory / "model.safetensors")
     save_file(tensors, directory / "model.safetensors")  # says nothing of its config
     edited(directory, lambda config: config["drafter"].update(change))
     monkeypatch.setattr("draftsmith.models.checkpoint.build_drafter", None)
     monkeypatch.setattr("draftsmith.models.checkpoint.tensor_shapes", None)
-    capture = untaught(kind, loaded[0]).config.capture_layers
-    with pytest.raises(UserError, match=message) as caught:
-        load_drafter(directory, *loaded, capture=change.get("capture_layers", capture))
-    assert len(str(caught.value)) < 600
+    with pytest.raises(UserError, match=message):
+        load_drafter(directory, *loaded, capture=change.get("capture_layers", loaded[0].capture_layers))
 
 
 # The target's head, cut (FR-Spec).
 
 HEADS: dict[str, dict[str, Any]] = {
-    "llama": {},
+    **{"llama": {}, "cohere": {"logit_scale": 0.25}, "phi": {}},  # phi's head has a bias
     "gemma2": {"final_logit_softcapping": 3.0, "sliding_window": 8},
-    "cohere": {"logit_scale": 0.25},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 8.0},
-    "phi": {},  # its head has a bias
 }
+CUT = [*product(HEADS, ("eagle", "poss")), ("llama", "eagle3")]
 
 
-@pytest.mark.parametrize("family", HEADS)
-@pytest.mark.parametrize("kind", ["eagle", "poss"])
+@pytest.mark.parametrize(("family", "kind"), a_few(CUT, ("phi", "eagle"), ("cohere", "poss"), ("llama", "eagle3")))
 @torch.no_grad()
 def test_a_cut_head_is_the_log_softmax_over_its_rows(family: str, kind: str) -> None:
     model = make_target(family, **HEADS[family])
@@ -512,6 +348,8 @@ def test_a_cut_head_is_the_log_softmax_over_its_rows(family: str, kind: str) -> 
     kept = DraftVocab(torch.randperm(320, generator=torch.Generator().manual_seed(1))[:40].sort().values, 320)
     whole = distributions(drafter, target)
     torch.testing.assert_close(distributions(drafter, target, kept), whole[:, kept.target_ids].log_softmax(-1))
+    if kind == "eagle3":
+        return
     # What the target itself would say of these features.
     features = torch.randn(3, 32)
     torch.testing.assert_close(drafter.logits(features), target.logits(features))
@@ -519,79 +357,19 @@ def test_a_cut_head_is_the_log_softmax_over_its_rows(family: str, kind: str) -> 
         functional.softmax(drafter.head(kept.target_ids)(features), -1),
         functional.softmax(target.logits(features)[:, kept.target_ids], -1),
     )
-    assert whole.exp().sum(-1) == pytest.approx(1, abs=1e-5)
 
 
-# Measuring.
+# What a checkpoint says of its target.
 
 
-def evaluation(target_dir: Path, tmp_path: Path, **drafter: Any) -> Path:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "the dog ran"}\n')
-    path = tmp_path / "recipe.yaml"
-    recipe = {
-        "output_dir": str(tmp_path / "run"),
-        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
-        "drafter": drafter,
-        "eval": {
-            "prompts": str(tmp_path / "prompts.jsonl"),
-            "max_new_tokens": 12,
-            "tree": {"nodes": 8, "draft_calls": 4, "top_k": 3},
-        },
-    }
-    path.write_text(yaml.safe_dump(recipe))
-    return path
-
-
-def measure(path: Path, *arguments: str) -> dict[str, Any]:
-    run_main(acceptance, path, *arguments)
-    return json.loads((load_recipe(path).eval_out / "acceptance.json").read_text())
-
-
-def test_several_kinds_in_one_comparison(
-    target_dir: Path, tmp_path: Path, loaded: tuple[Target, dict[str, Any]]
-) -> None:
-    """Each is called what it is, whatever the recipe trains; decoded and replayed, the answers are the target's."""
-    for kind in KINDS:
-        saved(tmp_path / kind, kind, loaded)
-    path = evaluation(target_dir, tmp_path, kind="eagle")
-    others = ["poss", "poss over eagle3", "eagle3", "eagle3.1"]
-    rivals = [f"eval.drafter={str(tmp_path / kind)!r}" for kind in others]
-    numbers = measure(path, f"eval.drafter={tmp_path / 'eagle'}", "--compare", *rivals)
-    rows = numbers["contenders"]
-    names = [name for name in rows if name != "plain"]
-    drafted = [name for name in names if "tree of 8" in name]
-    kinds = "eagle", "poss-2", "poss-1 over eagle3", "eagle3", "eagle3.1"
-    assert drafted == [f"{kind}, tree of 8" for kind in kinds]
-    assert all(rows[name]["matches_target"] for name in drafted)
-    decoded = {name: rows[name]["accepted_per_round"] for name in drafted}
-
-    again = measure(path, f"eval.drafter={tmp_path / 'eagle'}", "eval.mode=replay", "--compare", *rivals)
-    assert {name: again["contenders"][name]["accepted_per_round"] for name in drafted} == decoded
-
-
-def test_a_plan_names_the_script_that_comes_first(
-    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = evaluation(target_dir, tmp_path, kind="poss", positions_per_specialist=3)
-    run_main(acceptance, path, "--plan")
-    said = capsys.readouterr().out
-    assert "[`draftsmith train` writes it]" in said
-    assert "poss-3, tree of 8" in said
-    assert [c.name for c in contenders_of(load_recipe(path))] == ["poss-3, tree of 8"]
-
-
-def test_replay_s_planned_memory_counts_every_specialist(
-    target_dir: Path, tmp_path: Path, loaded: tuple[Target, dict[str, Any]]
-) -> None:
-    """The drafter's columns weigh as often as there are specialists."""
-    from draftsmith.eval.recorded.answers import RecordedAnswer
-
-    recipe = load_recipe(evaluation(target_dir, tmp_path))
-    answers = [RecordedAnswer([5] * 40, [6] * 20, benchmark="x", conversation_id="1")]
-    recording = Recording(tmp_path / "x.jsonl", {"plain": answers})
-    bytes_of = {}
-    for kind in ("eagle", "poss"):
-        directory = saved(tmp_path / kind, kind, loaded)
-        contender = main_contender(load_recipe(evaluation(target_dir, tmp_path), [f"eval.drafter={directory}"]))
-        bytes_of[kind] = planned_bytes(recipe, recording, [contender])
-    assert bytes_of["poss"] - bytes_of["eagle"] == 60 * 2 * 4 * 2 * 8  # a layer's keys and values of 60 columns
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt2", True), ("gemma", True)])
+def test_a_target_s_layout_names_tensors_of_its_checkpoint(family: str, tied: bool, tmp_path: Path) -> None:
+    model = make_target(family, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    found = target_layout(AutoConfig.from_pretrained(tmp_path), torch.bfloat16)
+    assert (found["architectures"], found["dtype"], found["tied"]) == ([type(model).__name__], "bfloat16", tied)
+    assert found["model_type"] == model.config.model_type
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(tensors[found["embeddings"]], model.get_input_embeddings().weight)
+    assert (found["head"] in tensors) != tied
+    assert torch.equal(model.state_dict()[found["head"]], model.get_output_embeddings().weight)

@@ -1,7 +1,6 @@
 """Chains and static trees drawn from the drafter's distribution: their law, and the distributions that they report."""
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -10,8 +9,7 @@ import torch
 
 from draftsmith.eval.decoding.policies import Chain, StaticTree, TreePolicy
 from draftsmith.eval.decoding.stopping import Svip
-from draftsmith.models.sampling import Sampling, SeededDraws
-from draftsmith.models.vocab import DraftVocab
+from draftsmith.models.sampling import Sampling
 from tests import reference
 from tests.scripted_drafting import Nodes, Scripted, Table, paths_of, roots
 
@@ -32,7 +30,7 @@ class Given:
 
 
 @pytest.mark.parametrize("stop", [None, Svip(0.15, 0.4)], ids=["chain", "svip"])
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.9, top_p=0.95), Sampling(1.3, top_k=3)])
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.9, top_p=0.95)])
 def test_a_drawn_chain_has_the_drafter_s_law(sampling: Sampling, stop: Svip | None) -> None:
     """All chains of three tokens, each given as the outcome of the draws: their weights are the product of q."""
 
@@ -64,46 +62,12 @@ def test_a_drawn_chain_has_the_drafter_s_law(sampling: Sampling, stop: Svip | No
         assert len({len(path) for path in law}) > 1
 
 
-def test_a_drawn_chain_says_what_each_token_was_drawn_from() -> None:
-    table, sampling = Table(5, vocab_size=5), Sampling(0.7)
-    tree, _ = Chain(3, None, sampling).grow(Scripted([table]), roots(1), [SeededDraws(0, 0)])
-    paths = paths_of(tree, 0)
-    assert tree.is_chain
-    assert tree.drawn_from is not None
-    assert tree.drawn_from.shape == (1, 4, 12)
-    for node, path in enumerate(paths[:-1]):
-        over_target = torch.zeros(12)
-        over_target[1:10:2] = torch.tensor(reference.processed(table(path), 0.7, 1.0, 0))
-        torch.testing.assert_close(tree.drawn_from[0, node], over_target)
-    assert (tree.drawn_from[0, 3] == 0).all()
-
-
-def test_a_chain_over_the_whole_vocabulary_says_the_same() -> None:
-    drafting = Scripted([Table(5, vocab_size=5)])
-    cut, _ = Chain(3, None, Sampling(1.0)).grow(drafting, roots(1), [SeededDraws(0, 0)])
-    drafting.vocab = DraftVocab.full(5)
-    whole, _ = Chain(3, None, Sampling(1.0)).grow(drafting, roots(1), [SeededDraws(0, 0)])
-    assert whole.tokens[0, 1:].tolist() == [token // 2 for token in cut.tokens[0, 1:].tolist()]
-    assert cut.drawn_from is not None
-    assert whole.drawn_from is not None
-    assert torch.equal(whole.drawn_from, cut.drawn_from[..., 1:10:2])
-
-
-def test_a_row_that_has_stopped_uses_up_no_random_numbers() -> None:
-    policy = Chain(6, Svip(0.15, 0.45), Sampling(1.0))
-    draws = [SeededDraws(0, row) for row in range(6)]
-    _, calls = policy.grow(Scripted([Table(row) for row in range(6)]), roots(6), draws)
-    assert len(set(calls)) > 2
-    for row, made in enumerate(calls):
-        fresh = SeededDraws(0, row)
-        fresh.uniforms(made)
-        assert torch.equal(draws[row].uniforms(3), fresh.uniforms(3))
-
-
 @pytest.mark.parametrize("policy", [Chain(3, None, Sampling(1.0)), StaticTree(((0,),), Sampling(1.0))])
-def test_drawn_tokens_need_draws(policy: TreePolicy) -> None:
+def test_drawn_tokens_need_draws_and_their_elder_siblings(policy: TreePolicy) -> None:
     with pytest.raises(ValueError, match="need draws"):
         policy.grow(Scripted([Table(0)]), roots(1))
+    with pytest.raises(ValueError, match=r"needs that node"):
+        StaticTree(((0,), (2,)), Sampling(1.0))
 
 
 #        root
@@ -139,24 +103,3 @@ def test_siblings_are_drawn_without_replacement(sampling: Sampling) -> None:
             torch.testing.assert_close(tree.drawn_from[0, node, 1:8:2], torch.tensor(law(*path)))
         assert not tree.drawn_from[0, 3:].any()
     assert total == pytest.approx(1)
-
-
-def test_a_drafter_that_is_sure_still_has_siblings_drawn() -> None:
-    """Its other tokens have probability 0, so the second sibling is any of them."""
-
-    class Sure(Table):
-        def logits(self, path: tuple[int, ...]) -> list[float]:
-            return [0.0, -math.inf, -math.inf, -math.inf]
-
-    found = set()
-    for seed in range(40):
-        tree, _ = StaticTree(((0,), (1,)), Sampling(1.0)).grow(
-            Scripted([Sure(0, vocab_size=4)]), roots(1), [SeededDraws(seed, 0)]
-        )
-        found.add(tuple(tree.tokens[0, 1:].tolist()))
-    assert found == {(1, 3), (1, 5), (1, 7)}
-
-
-def test_a_sibling_cannot_be_drawn_without_those_before_it() -> None:
-    with pytest.raises(ValueError, match=r"needs that node"):
-        StaticTree(((0,), (2,)), Sampling(1.0))

@@ -3,13 +3,14 @@
 A combination is (target, proposer, policy, vocabulary, answers side by side). The slow test runs all of them with a
 Llama, the exhaustive ones with each other family as many as it takes for any three of the other values to meet. `make
 test` runs a few, in which every proposer and every policy occurs. A policy reads distributions and nothing else of its
-proposer. Sampling is tested in tests/test_sampling.py, families of targets in tests/test_targets.py.
+proposer. Sampling is tested in tests/test_sampling.py, families of targets in tests/test_targets.py, and that the
+rounds of an answer are those that it takes alone in tests/test_side_by_side.py.
 """
 
 import itertools
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 
 from draftsmith.eval.decoding.decode import Generation, Request
 from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
-from draftsmith.eval.decoding.policies import Chain, PolicyProposer, policy_of
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.draft_tree import Drafting, Proposer
@@ -29,7 +30,8 @@ from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, cut_vocab
 from draftsmith.recipes.schema import TreeSection
-from tests.decoding import decode, decode_batch, decode_queue
+from tests.conftest import make_target
+from tests.decoding import decode_batch, decode_queue
 from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, pair_of_kind
 from tests.sam_cases import beside, misleading, sam_alone
 from tests.scripted_drafting import linear_classifier
@@ -176,9 +178,9 @@ def name_of(combination: tuple[Any, ...]) -> str:
 
 def is_fast(family: str, proposer: str, policy: str, vocabulary: str, rows: int) -> bool:
     """Another target and another draft vocabulary need a drafter of their own, which takes seconds to teach."""
-    if family == "llama":
-        return proposer == "eagle3" or (policy in TRIED and ("NaN" in proposer or "draft" not in vocabulary))
-    return family in ("gemma2", "gpt2") and proposer == "eagle3" and "draft" not in vocabulary
+    return family == "llama" and (
+        proposer == "eagle3" or (policy in TRIED and ("NaN" in proposer or "draft" not in vocabulary))
+    )
 
 
 FEW = list(meeting([each for each in EVERYTHING if is_fast(*each)], 1))
@@ -213,95 +215,18 @@ def test_many_combinations(family: str) -> None:
     assert accepted > 1000  # the drafters are right often enough for this to mean something
 
 
-def lengths_and_prompts(family: str) -> tuple[Target, list[list[int]], set[int]]:
-    """Answers of different lengths: the stop token ends some of them early, at different rounds."""
-    target, _ = pair_of(family, None, **FAMILIES[family])
-    return target, [list(prompt) for prompt in PROMPTS], {expected_of(family)[1][7]}
-
-
-ROUNDS_OF = [
-    *(("llama", "eagle3", policy) for policy in POLICIES),
-    *(("gemma2", "eagle3", policy) for policy in TRIED),
-    *(("llama", kind, policy) for kind in (*DRAFTERS[1:], "hierarchy", "sam", *BESIDE_SAM) for policy in TRIED),
-]
-
-
-@pytest.mark.parametrize(("family", "kind", "policy"), a_few(ROUNDS_OF, *meeting(ROUNDS_OF, 1)))
-def test_rounds_of_a_batch_are_those_of_each_answer_alone(family: str, kind: str, policy: str) -> None:
-    """What is drafted from a wrong column, or by a tree whose branches see each other, is lossless all the same: only
-    the counts tell."""
-    target, prompts, stops = lengths_and_prompts(family)
-    proposer = proposer_of((family, kind, policy, "full", 4))
-    alone = [decode(target, proposer, prompt, stops, NEW_TOKENS) for prompt in prompts]
-    assert len({len(answer.token_ids) for answer in alone}) > 1
-    accepted, written = sum(sum(a.accepted_per_round) for a in alone), sum(len(a.token_ids) for a in alone)
-    assert accepted > 0.3 * written or policy == "static"  # drafts that never count would prove nothing
-    check_rounds(decode_batch(target, proposer, prompts, stops, NEW_TOKENS), alone)
-    check_rounds(queued(target, proposer, prompts, stops, rows=2), alone)
-
-
-def check_rounds(answers: Sequence[Generation], alone: Sequence[Generation]) -> None:
-    for answer, expected in zip(answers, alone, strict=True):
-        for name in ("token_ids", "accepted_per_round", "tree_nodes", "draft_calls", "last_round_cut", "drafted_by"):
-            assert getattr(answer, name) == getattr(expected, name), name
-
-
-def queued(
-    target: Target,
-    proposer: Proposer | None,
-    prompts: Sequence[list[int]],
-    stops: set[int],
-    rows: int,
-    sampling: Sampling = GREEDY,
-    draws: Sequence[SeededDraws] | None = None,
-) -> list[Generation]:
-    """Few rows at a time, and the last prompt is to be had when the first answer has come."""
-    answers: dict[int, Generation] = {}
-
-    def requests() -> Iterator[Request | None]:
-        for i, prompt in enumerate(prompts):
-            while i == len(prompts) - 1 and 0 not in answers:
-                yield None
-            yield Request(i, prompt, NEW_TOKENS, None if draws is None else draws[i])
-
-    for key, answer in decode_queue(target, proposer, requests(), stops, rows, sampling):
-        answers[key] = answer
-    return [answers[i] for i in range(len(prompts))]
-
-
-@pytest.mark.parametrize(
-    ("proposer", "rows"),
-    [
-        *(("plain", 2), ("prompt lookup", 5), ("causal_lm", 5), ("eagle3", 2)),
-        *a_few([("causal_lm", 2), ("poss", 5), ("eagle3 routed with sam", 2)]),
-        *a_few([("causal_lm fused with sam", 5), ("hierarchy", 2)]),
-    ],
-)
-def test_the_next_answers_take_the_rows_of_those_that_ended(proposer: str, rows: int) -> None:
-    """Rows that draft by their own text, by an LM's cache of it, and by the target's states. Some answers end with
-    their first token, beside others that are admitted with them."""
-    target, prompts, stops = lengths_and_prompts("llama")
-    stops = {*stops, decode(target, None, prompts[2], (), 1).token_ids[0]}
-    prompts = [*prompts, *prompts[::-1], *prompts]
-    policy = "chain" if proposer == "prompt lookup" else "eagle2"
-    drafts = None if proposer == "plain" else proposer_of(("llama", proposer, policy, "full", 4))
-    alone = [decode(target, drafts, prompt, stops, NEW_TOKENS) for prompt in prompts]
-    assert min(len(answer.token_ids) for answer in alone) == 1
-    check_rounds(queued(target, drafts, prompts, stops, rows), alone)
-
-
 def test_what_cannot_be_queued_is_told() -> None:
-    target, prompts, stops = lengths_and_prompts("gpt2")  # of 64 positions
+    target, stops = Target(make_target("gpt2", **FAMILIES["gpt2"])), (4,)  # of 64 positions
 
     def run(*requests: Request | None, rows: int = 2, sampling: Sampling = GREEDY) -> None:
         list(decode_queue(target, None, iter(requests), stops, rows, sampling))
 
-    good, draws = Request(0, prompts[0], 3), SeededDraws(0, 0)
+    good, draws = Request(0, PROMPTS[0], 3), SeededDraws(0, 0)
     for bad, message in (
         ([Request(1, [], 3)], "prompts of one token or more"),
-        ([good, Request(1, prompts[0], 0)], "max_new_tokens of 1 or more"),
-        ([Request(1, prompts[0], 64)], "exceed the target's 64 positions"),
-        ([good, Request(1, prompts[0], 3, draws)], "1 of 2 requests have draws"),
+        ([good, Request(1, PROMPTS[0], 0)], "max_new_tokens of 1 or more"),
+        ([Request(1, PROMPTS[0], 64)], "exceed the target's 64 positions"),
+        ([good, Request(1, PROMPTS[0], 3, draws)], "1 of 2 requests have draws"),
     ):
         with pytest.raises(ValueError, match=message):
             run(*bad)
@@ -311,29 +236,3 @@ def test_what_cannot_be_queued_is_told() -> None:
         run(good, sampling=Sampling(1.0))
     with pytest.raises(RuntimeError, match="wait for an answer, but none is being written"):
         run(None)
-
-
-@pytest.mark.parametrize("policy", a_few(["chain", "eagle2", "svip", "drawn chain"], "drawn chain"))
-def test_sampled_answers_of_a_batch_are_those_of_each_alone(policy: str) -> None:
-    """Every row keeps its own random numbers when others drop out."""
-    target, prompts, _ = lengths_and_prompts("llama")
-    stops = set(range(0, target.vocab_size, 16))  # the one of greedy answers is seldom drawn
-    sampling = Sampling(1.0, top_p=0.8)
-    if policy == "drawn chain":
-        _, drafter = pair_of("llama", None)
-        proposer: Proposer = PolicyProposer(FeatureDrafting(drafter), Chain(3, sampling=sampling))
-    else:
-        proposer = proposer_of(("llama", "eagle3", policy, "full", 4))
-    lengths = set()
-    for seed in range(3):
-        draws = [SeededDraws(seed, row) for row in range(len(prompts))]
-        together = decode_batch(target, proposer, prompts, stops, NEW_TOKENS, sampling, draws)
-        lengths |= {len(answer.token_ids) for answer in together}
-        alone = [
-            decode(target, proposer, prompt, stops, NEW_TOKENS, sampling, SeededDraws(seed, row))
-            for row, prompt in enumerate(prompts)
-        ]
-        check_rounds(together, alone)
-        draws = [SeededDraws(seed, row) for row in range(len(prompts))]
-        check_rounds(queued(target, proposer, prompts, stops, 2, sampling, draws), alone)
-    assert len(lengths) > 1

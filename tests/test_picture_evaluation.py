@@ -14,23 +14,19 @@ import torch
 import yaml
 from PIL import Image, ImageChops, ImageStat
 
-from draftsmith.data_gen import label_trees, regenerate
-from draftsmith.data_gen.c2t_labels.labelled_trees import Trees
-from draftsmith.eval import acceptance, plan
+from draftsmith.eval import acceptance
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.page.files import generations_path
-from draftsmith.eval.planner import measuring, search
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.drafters import build_drafter, config_class
-from draftsmith.models.prompt import Prompt
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vision import PictureReader
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train import c2t
+from tests.replay_cases import write_lines
 from tests.report_cases import evaluate, make_recipe, page_of
 from tests.test_vision import generated
 from tests.thinning import a_few
@@ -53,45 +49,35 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     target = Target(TargetFiles(section).load_model(), (1, 3, 5))
     identity = TargetFiles(section).identity_of(target)
     vocab = DraftVocab.full(target.vocab_size)
-    torch.manual_seed(0)
-    for kind, layers in (("vispec", (7,)), ("eagle3", (1, 3, 5))):
-        shape = config_class(kind, "eagle" if kind == "vispec" else None)
+    for kind, base, layers in (("vispec", "eagle", (7,)), ("eagle3", None, (1, 3, 5))):
+        shape = config_class(kind, base)
         assert shape is not None
         config = shape.for_target(target.config, target.vocab_size, layers, vocab.size)
-        drafter = build_drafter(config, vocab, None if kind == "eagle3" else target.frozen_head)
-        with torch.no_grad():  # at the start, ViSpec's do not read pictures
-            for key, parameter in drafter.named_parameters():
-                if key.startswith("img_"):
-                    parameter += 0.2 * torch.randn_like(parameter)
+        torch.manual_seed(0)
+        drafter = build_drafter(config, vocab, target.frozen_head if base else None)
+        for key, parameter in drafter.named_parameters():
+            if key.startswith("img_"):  # at the start, ViSpec's do not read pictures
+                parameter.data += 0.2 * torch.randn_like(parameter)
         save_drafter(folder / kind, drafter, identity, "", {})
     encoded = base64.b64encode((folder / "c.png").read_bytes()).decode()
     turns = [{"role": "user", "content": text} for text in ("<image>\nthe cat", "the dog", "<image> and <image>")]
     part = {"type": "image", "path": "a.png", "sha256": digest(folder / "a.png")}
-    records = [
+    write_lines(
+        folder / "prompts.jsonl",
         {"id": "part", "messages": [{"role": "user", "content": [part, SAY]}]},
         {"id": "column", "prompt": "in the rain", "image": "b.png"},
         {"id": "url", "prompt": "in the rain", "image": f"data:image/png;base64,{encoded}"},
         {"id": "turns", "messages": turns, "images": list(NAMES)},
         {"id": "text", "prompt": "the cat and the dog"},
+    )
+    model, chain = {"model": section.model, "dtype": "float32", "device": "cpu"}, {"policy": "chain", "nodes": 4}
+    evaluated = {"prompts": str(folder / "prompts.jsonl"), "drafter": str(folder / "vispec"), "max_new_tokens": LENGTH}
+    evaluated |= {"batch_size": 2, "bootstrap_samples": 100, "tree": {"nodes": 12, "draft_calls": 3, "top_k": 4}}
+    evaluated["also"] = [
+        {"name": "eagle3", "drafter": str(folder / "eagle3"), "tree": chain},
+        {"name": "itself", "proposer": "causal_lm", "draft_model": model, "tree": chain},
     ]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    model = {"model": section.model, "dtype": "float32", "device": "cpu"}
-    chain = {"policy": "chain", "nodes": 4}
-    content = {
-        "output_dir": str(folder / "run"),
-        "target": model,
-        "eval": {
-            "prompts": str(folder / "prompts.jsonl"),
-            "drafter": str(folder / "vispec"),
-            "max_new_tokens": LENGTH,
-            "batch_size": 2,
-            "tree": {"nodes": 12, "draft_calls": 3, "top_k": 4},
-            "also": [
-                {"name": "eagle3", "drafter": str(folder / "eagle3"), "tree": chain},
-                {"name": "itself", "proposer": "causal_lm", "draft_model": model, "tree": chain},
-            ],
-        },
-    }
+    content = {"output_dir": str(folder / "run"), "target": model, "eval": evaluated}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
     return folder
 
@@ -112,8 +98,12 @@ def lines_of(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def lines(place: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """The answers of one run."""
-    measure(place)
+    """The answers of one run, in which the tower reads a picture once for all contenders."""
+    read, reading = list[str](), PictureReader._read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PictureReader, "_read", lambda self, it: read.append(it.digest) or reading(self, it))
+        measure(place)
+    assert len(set(read)) == 3 and len(read) == 6  # by the target and by the drafter that is the same model
     return lines_of(place / "run/eval/generations.jsonl")
 
 
@@ -154,215 +144,73 @@ def test_answers_are_those_that_the_model_generates(place: Path, lines: dict[Any
 
 
 def test_lines_name_pictures_and_hold_none(place: Path, lines: dict[Any, dict[str, Any]]) -> None:
-    a, b = ({"path": str(place / name), "sha256": digest(place / name)} for name in NAMES[:2])
+    a, b, c = ({"path": str(place / name), "sha256": digest(place / name)} for name in NAMES)
     stored = place / f"run/eval/generations.pictures/{digest(place / 'c.png')}.png"
     assert stored.read_bytes() == (place / "c.png").read_bytes()
-    (main,) = {contender for contender, *_ in lines if "nodes" in contender or "tree" in contender}
-    for contender in (main, PLAIN, "eagle3"):
-        turns = [("part", 1), ("url", 1), ("text", 1), ("turns", 1), ("turns", 2), ("turns", 3)]
-        pictures = {(name, turn): lines[contender, name, turn].get("pictures") for name, turn in turns}
-        c = {"path": str(place / "c.png"), "sha256": digest(place / "c.png")}
-        assert pictures == {
-            ("part", 1): [a],
-            ("url", 1): [c | {"path": str(stored)}],
-            ("text", 1): None,
-            ("turns", 1): [a],
-            ("turns", 2): [a],
-            ("turns", 3): [a, b, c],
-        }
+    wanted = {("part", 1): [a], ("url", 1): [c | {"path": str(stored)}], ("text", 1): None}
+    wanted |= {("turns", 1): [a], ("turns", 2): [a], ("turns", 3): [a, b, c]}
+    for contender in (PLAIN, "eagle3"):
+        assert {key: lines[(contender, *key)].get("pictures") for key in wanted} == wanted
     assert "base64" not in (place / "run/eval/generations.jsonl").read_text()
-    assert lines[main, "part", 1]["question"] == " [picture] in the rain"
-    assert lines[main, "turns", 3]["question"] == " [picture]  and  [picture] "
-    assert lines[main, "text", 1]["question"] == "the cat and the dog"
 
 
-def test_the_tower_reads_a_picture_once_for_all_contenders(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    reading = PictureReader._read
-    monkeypatch.setattr(PictureReader, "_read", lambda self, it: read.append(it.digest) or reading(self, it))
-    measure(place, f"eval.out={place / 'once'}")
-    assert len(set(read)) == 3 and len(read) == 6  # by the target and by the drafter that is the same model
-
-
-def test_the_plan_counts_pictures_and_writes_none(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    measure(place, "--plan", f"eval.out={place / 'planned'}")
-    assert "prompts        prompts: 5 (7 turns, 6 pictures)  [counted]\n" in capsys.readouterr().out
-    assert not (place / "planned").exists()
-
-
-def test_what_cannot_be_shown_is_rejected_with_its_reason(place: Path, tmp_path: Path) -> None:
-    pictures = {
-        "picture missing": "nowhere.png",
-        "picture URL": "https://example.com/a.png",
-        "not a picture": str(place / "recipe.yaml"),
-    }
-    records = [{"id": kind, "prompt": "the cat", "image": image} for kind, image in pictures.items()]
+def test_what_cannot_be_shown_is_rejected_with_its_reason(place: Path, target_dir: Path, tmp_path: Path) -> None:
     part = {"type": "image", "path": str(place / "a.png"), "sha256": digest(place / "b.png")}
-    records += [{"id": "picture changed", "messages": [{"role": "user", "content": [part, SAY]}]}]
-    records += [{"id": "placeholders", "prompt": "<image> <image>", "image": str(place / "a.png")}]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(record) + "\n" for record in [*records, {"id": "text", "prompt": "rain"}]))
+    records = [
+        {"id": "picture missing", "prompt": "the cat", "image": "nowhere.png"},
+        {"id": "picture URL", "prompt": "the cat", "image": "https://example.com/a.png"},
+        {"id": "picture changed", "messages": [{"role": "user", "content": [part, SAY]}]},
+        {"id": "placeholders", "prompt": "<image> <image>", "image": str(place / "a.png")},
+    ]
     out = tmp_path / "out"
-    measure(place, f"eval.prompts={prompts}", f"eval.out={out}", "eval.also=[]")
+    prompts = write_lines(tmp_path / "prompts.jsonl", *records, {"id": "text", "prompt": "rain"})
+    lookup = 'eval.also=[{"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 4}}]'
+    settings = (f"eval.prompts={prompts}", f"eval.out={out}")
+    measure(place, *settings, "eval.also=[]")
     assert {name for _, name, _ in lines_of(out / "generations.jsonl")} == {"text"}
     rejects = [json.loads(line) for line in (out / "prompts.rejects.jsonl").read_text().splitlines()]
     assert len(rejects) == len(records)
     assert all(reject["reason"].startswith(f"{reject['record']['id']}: ") for reject in rejects)
-
-
-def test_a_target_of_text_says_what_it_lacks(place: Path, target_dir: Path, tmp_path: Path) -> None:
-    """Prompts with pictures are rejected; where no other is left, the error names the reason."""
-    lookup = 'eval.also=[{"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 4}}]'
-    settings = (f"target.model={target_dir}", f"eval.out={tmp_path}", "eval.drafter=null", lookup, "--plan")
-    with pytest.raises(UserError, match=re.escape("(4 not text only)")):
-        only = tmp_path / "only.jsonl"
-        only.write_text("\n".join((place / "prompts.jsonl").read_text().splitlines()[:4]))
-        measure(place, f"eval.prompts={only}", *settings)
+    write_lines(prompts, *(place / "prompts.jsonl").read_text().splitlines()[:4])
+    with pytest.raises(UserError, match=re.escape("(4 not text only)")):  # where no other is left
+        measure(place, *settings, lookup, "eval.drafter=null", f"target.model={target_dir}", "--plan")
 
 
 # Replay.
-
-
-def rounds_of(found: dict[Any, dict[str, Any]]) -> dict[Any, Any]:
-    return {key: (line["token_ids"], line["accepted_per_round"], line.get("pictures")) for key, line in found.items()}
 
 
 def test_replay_reads_the_pictures_of_recorded_answers(place: Path, lines: dict[Any, dict[str, Any]]) -> None:
     """The rounds of decoding, by drafters that read pictures and by one that would be wrong without them."""
     measure(place, "eval.mode=replay")
     replayed = lines_of(place / "run/eval/replay/generations.jsonl")
-    assert rounds_of(replayed) == rounds_of(lines)
-    itself = [line["accepted_per_round"] for (contender, *_), line in replayed.items() if contender == "itself"]
-    assert sum(map(sum, itself)) > 30
-    assert "290" not in json.dumps([line.get("question") for line in replayed.values()])
+    assert replayed.keys() == lines.keys()
+    for key, line in replayed.items():
+        for name in ("token_ids", "accepted_per_round", "pictures"):
+            assert line.get(name) == lines[key].get(name), (key, name)
 
 
-def test_replay_reads_regenerated_conversations(place: Path, lines: dict[Any, dict[str, Any]], tmp_path: Path) -> None:
-    """Their messages name all pictures; a turn's prompt has those up to it."""
-    conversations = tmp_path / "conversations.jsonl"
-    generator = {"batch_size": 3, "max_new_tokens": LENGTH, "temperature": 0}
-    content = yaml.safe_load((place / "recipe.yaml").read_text())
-    content["data"] = {
-        "prompts": content["eval"]["prompts"],
-        "conversations": str(conversations),
-        "max_length": 400,
-        "generator": generator,
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(content))
-    run_main(regenerate, path)
-    out = tmp_path / "out"
-    settings = (
-        "eval.mode=replay",
-        f"eval.answers={conversations}",
-        f"eval.out={out}",
-        "train.validation_conversations=3",
-    )
-    run_main(acceptance, path, *settings, "--plan")
-    run_main(acceptance, path, *settings, f"data.conversations={tmp_path / 'others.jsonl'}")
-    replayed = lines_of(out / "replay/generations.jsonl")
-    shown = {(name, turn): [Path(p["path"]).name for p in line.get("pictures", ())]
-             for (contender, name, turn), line in replayed.items() if contender == PLAIN}  # fmt: skip
-    assert shown["part", 1] == ["a.png"] and shown["text", 1] == []
-    assert shown.get(("turns", 3), list(NAMES)) == list(NAMES)
-    for (contender, name, turn), line in replayed.items():
-        assert line["accepted_per_round"] == lines[contender, name, turn]["accepted_per_round"]
-
-
-@pytest.mark.parametrize("change", ["another picture", "no picture", "not named"])
+@pytest.mark.parametrize(
+    ("reason", "change"),
+    [
+        ("picture changed", lambda shown, line: picture(24, 16, 5).save(shown)),
+        ("picture missing", lambda shown, line: shown.unlink()),
+        ("pictures and placeholders differ", lambda shown, line: line.pop("pictures")),
+    ],
+)
 def test_answers_to_other_pictures_are_not_replayed(
-    place: Path, lines: dict[Any, dict[str, Any]], tmp_path: Path, change: str
+    place: Path, lines: dict[Any, dict[str, Any]], tmp_path: Path, reason: str, change: Callable[[Path, Any], Any]
 ) -> None:
-    shown = tmp_path / "a.png"
-    picture(24, 16, 5 if change == "another picture" else 0).save(shown)
-    line = lines[PLAIN, "part", 1]
-    named = [line["pictures"][0] | {"path": str(shown)}]
-    if change == "no picture":
-        shown.unlink()
-    answers = tmp_path / "generations.jsonl"
-    answers.write_text(json.dumps(line | {"pictures": [] if change == "not named" else named}) + "\n")
-    reason = {
-        "another picture": "picture changed: ",
-        "no picture": "picture missing: ",
-        "not named": "pictures and placeholders differ: ",
-    }[change]
-    with pytest.raises(UserError, match=re.escape(f"eval.answers: {answers}:1: {reason}")):
+    shown, answers = tmp_path / "a.png", tmp_path / "generations.jsonl"
+    picture(24, 16).save(shown)
+    line = dict(lines[PLAIN, "part", 1])
+    line["pictures"] = [line["pictures"][0] | {"path": str(shown)}]
+    change(shown, line)
+    answers.write_text(json.dumps(line) + "\n")
+    with pytest.raises(UserError, match=re.escape(f"eval.answers: {answers}:1: {reason}: ")):
         measure(place, "eval.mode=replay", f"eval.answers={answers}", f"eval.out={tmp_path}")
 
 
 # What stands on replay.
-
-
-CHAINS_ONLY = 'eval.planner.candidates=[{"policy": "chain", "nodes": 2}, {"policy": "chain", "nodes": 3}]'
-
-
-def planned(place: Path, out: Path) -> tuple[str, ...]:
-    """Settings to plan from recorded answers."""
-    return CHAINS_ONLY, f"eval.planner.answers={place / 'run/eval/generations.jsonl'}", f"eval.out={out}"
-
-
-def test_the_planner_times_prompts_with_their_pictures(
-    place: Path, lines: dict[Any, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For each drafter, and never with a part of a picture."""
-    timed: set[Prompt] = set()
-    timing = measuring.timed_rounds
-    monkeypatch.setattr(measuring, "timed_rounds", lambda *given: timed.update(given[2]) or timing(*given))
-    monkeypatch.setattr(measuring, "ROUNDS", 4)
-    monkeypatch.setattr(search, "mean_context", lambda answers: 70)
-    run_main(plan, place / "recipe.yaml", *planned(place, tmp_path))
-    assert {len(prompt) for prompt in timed} == {70}
-    assert len({each.digest for prompt in timed for each in prompt.inserts}) == 3
-    placeholder = TargetFiles(TargetSection(model=str(place / "target"))).config.image_token_id
-    texts = [line for (contender, *_), line in lines.items() if contender == PLAIN]
-    asked = [[token for token in line["prompt_token_ids"] if token != placeholder] for line in texts]
-    words = [token for prompt, line in zip(asked, texts, strict=True) for token in (*prompt, *line["token_ids"])]
-    for prompt in timed:  # apart from whole pictures, it is the recorded text
-        shown = {each.first + i for each in prompt.inserts for i in range(each.length)}
-        assert {prompt[i] for i in shown} <= {placeholder}
-        rest = [token for i, token in enumerate(prompt) if i not in shown]
-        assert f" {rest}".replace("[", "").replace("]", ",") in f" {words * 4},"
-    costs = json.loads((tmp_path / "plan.json").read_text())["costs"]
-    assert costs["context"] == 70 and costs["plain_round"] > 0
-
-
-def test_a_planned_tree_and_a_compared_drafter_give_the_target_s_answers(
-    place: Path, lines: dict[Any, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measuring, "ROUNDS", 4)
-    rival = f"rival: eval.drafter={place / 'eagle3'} eval.tree.policy=chain eval.tree.nodes=4"
-    settings = (*planned(place, tmp_path), "eval.tree={policy: auto}", "eval.also=[]", "--compare", rival)
-    measure(place, *settings)
-    found = lines_of(tmp_path / "generations.jsonl")
-    (main,) = {name for name, *_ in found} - {PLAIN, "rival"}
-    assert "chain" in main
-    for (name, *asked), line in found.items():
-        assert line["token_ids"] == lines[PLAIN, asked[0], asked[1]]["token_ids"], (name, asked)
-    assert [found[name]["accepted_per_round"] for name in found if name[0] == "rival"] == [
-        lines[name]["accepted_per_round"] for name in lines if name[0] == "eagle3"
-    ]
-
-
-def test_labelled_trees_and_a_classifier_of_them(place: Path, lines: dict[Any, dict[str, Any]], tmp_path: Path) -> None:
-    """A drafter that sees what the target sees is accepted wherever it drafts the target's token."""
-    recipe, itself = place / "recipe.yaml", ("--contender", "itself")
-    answers = f"labels.answers={place / 'run/eval/generations.jsonl'}"
-    settings = answers, "labels.top_k=4", "labels.draft_calls=3", f"output_dir={tmp_path}"
-    run_main(label_trees, recipe, *settings, "labels.top_k=1", f"labels.out={tmp_path / 'itself'}", *itself)
-    trees = Trees.read(tmp_path / "itself")
-    own = [line["accepted_per_round"] for (contender, *_), line in lines.items() if contender == "itself"]
-    assert trees.about["answers"] == 7
-    assert (len(trees.sizes), int(trees.accepted.sum())) == (sum(map(len, own)), sum(map(sum, own)))
-    run_main(label_trees, recipe, *settings, *itself)
-    run_main(c2t, recipe, *settings, "classifier.epochs=2", "classifier.validation_share=0.3")
-    settings_of_c2t = {"classifier": str(tmp_path / "c2t"), "beta": 0.001}
-    tree = {"policy": "c2t", "nodes": 12, "draft_calls": 3, "top_k": 4, "c2t": settings_of_c2t}
-    model = {"model": str(place / "target"), "dtype": "float32", "device": "cpu"}
-    also = [{"name": "itself", "proposer": "causal_lm", "draft_model": model, "tree": tree}]
-    measure(place, f"eval.also={json.dumps(also)}", f"eval.out={tmp_path / 'out'}", "eval.max_prompts=3")
-    found = lines_of(tmp_path / "out/generations.jsonl")
-    assert all(line["token_ids"] == lines[PLAIN, key[1], key[2]]["token_ids"] for key, line in found.items())
-    assert sum(sum(line["accepted_per_round"]) for key, line in found.items() if key[0] == "itself") > 15
 
 
 # The report.

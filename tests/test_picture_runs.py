@@ -1,6 +1,5 @@
 """Runs with pictures: from a store, interrupted, with replay, and in two processes."""
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,16 +11,14 @@ import yaml
 from safetensors.torch import load_file
 
 from draftsmith.data_gen.states.store import Store, states_length
-from draftsmith.data_gen.states.store_plan import estimated_bytes, plan_store
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.train.run.validation_replay import answers_of
 from tests.conftest import VOCAB_SIZE
 from tests.ranks import ROOT, run_ranks
-from tests.store_cases import capture, files_of, rows_of
+from tests.replay_cases import write_lines
+from tests.store_cases import capture, rows_of
 from tests.thinning import a_few
 from tests.tiny_vision import FAMILIES, picture, save_vision_target
 from tests.training_runs import metrics, train
@@ -57,24 +54,20 @@ def conversations_of(home: Path, count: int) -> list[dict[str, Any]]:
 
 def recipe_in(folder: Path, home: Path, family: str, drafter: dict[str, Any], **settings: Any) -> Path:
     """A recipe with its conversations and draft vocabulary."""
-    folder.mkdir()
-    lines = [json.dumps(each) + "\n" for each in conversations_of(home, 15)]
-    (folder / "conversations.jsonl").write_text("".join(lines))
+    write_lines(folder / "conversations.jsonl", *conversations_of(home, 15))
     DraftVocab.full(VOCAB_SIZE).save(folder / "draft_vocab.safetensors", {})
+    train = {"max_steps": 4, "batch_size": 3, "save_every_steps": 2, "log_every_steps": 1, "validate_every_steps": 4}
+    train |= {"validation_conversations": 3, "eval_replay": 3, "learning_rate": 3e-3, "mixed_precision": "no"}
     recipe = {
         "output_dir": str(folder),
         "target": {"model": str(home / family), "dtype": "float32", "device": "cpu"},
         "data": {"capture": {"dtype": "float32", "shard_megabytes": 0.05, "batch_tokens": 100}},
         "drafter": drafter,
-        "train": {
-            "max_steps": 4, "batch_size": 3, "save_every_steps": 2, "log_every_steps": 1, "validate_every_steps": 4,
-            "validation_conversations": 3, "eval_replay": 3, "learning_rate": 3e-3, "mixed_precision": "no", **settings,
-        },
+        "train": train | settings,
         "eval": {"tree": {"policy": "chain", "nodes": 4}},
-    }  # fmt: skip
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / "recipe.yaml"
 
 
 SPECIALISTS = {"specialists": 2, "positions_per_specialist": 1}
@@ -89,7 +82,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("family", "drafter", "captured_for"),
-    a_few(CASES, CASES[0], CASES[2]),
+    a_few(CASES, CASES[2]),
     ids=("vispec", "over eagle3", "from a full store", "all columns"),
 )
 def test_a_run_from_a_store_is_one_with_the_target(
@@ -143,50 +136,6 @@ def test_a_store_without_states_of_pictures_serves_no_drafter_that_reads_them(
         train(path, f"data.states={states}", baseline)
     with pytest.raises(UserError, match=r"picture_states: False there, True now\); name another data\.states"):
         capture(path, baseline)
-
-
-def test_replay_in_training_shows_the_pictures(home: Path, tmp_path: Path) -> None:
-    rows = rows_of(load_recipe(recipe_in(tmp_path / "run", home, "llava", OVER_EAGLE)))
-    answers = answers_of(rows, len(rows))
-    assert sum(len(row.inserts) for row in rows) == 15
-    for answer, row in answers:
-        assert answer.prompt == row.prompt.until(row.spans[0][0])
-
-
-def test_damaged_pictures_of_a_store_are_told_and_written_again(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = recipe_in(tmp_path / "run", home, "llava", OVER_EAGLE)
-    capture(path)
-    states = tmp_path / "run/states"
-    before = files_of(states)
-    assert sum(map(len, before.values())) == pytest.approx(
-        estimated_bytes(plan_store(load_recipe(path), Rejects())), rel=0.02
-    )
-    one, other = sorted((states / "pictures").iterdir())
-    one.unlink()
-    with pytest.raises(UserError, match=rf"{one.name}: missing or damaged: .*draftsmith capture --verify"):
-        train(path, f"data.states={states}")
-    content = bytearray(other.read_bytes())
-    content[-1] ^= 1
-    other.write_bytes(content)
-    capture(path)
-    assert files_of(states).keys() == before.keys() and files_of(states) != before
-    capture(path, "--verify")
-    assert "damaged: its sha256 is another; captured again" in capsys.readouterr().out
-    assert files_of(states) == before
-
-
-def test_an_interrupted_run_ends_as_another(home: Path, tmp_path: Path) -> None:
-    path = recipe_in(tmp_path / "whole", home, "qwen2_5_vl", OVER_EAGLE)
-    whole = train(path)
-    resumed = tmp_path / "resumed"
-    shutil.copytree(whole, resumed)
-    shutil.rmtree(resumed / "checkpoints/step-00000004")
-    train(path, f"output_dir={resumed}")
-    assert metrics(resumed) == metrics(whole)
-    mine, its = (load_file(each / "drafter/model.safetensors") for each in (resumed, whole))
-    assert mine.keys() == its.keys() and all(torch.equal(mine[name], its[name]) for name in its)
 
 
 @pytest.mark.slow

@@ -3,8 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +16,13 @@ from draftsmith.eval.decoding.policies import (
     PolicyProposer,
     StaticTree,
     TreePolicy,
+    policy_of,
     top_tokens,
 )
 from draftsmith.eval.decoding.stopping import Ddd, Svip, SvipTree
 from draftsmith.models.draft_tree import Committed
-from draftsmith.models.sampling import Sampling, SeededDraws
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
+from draftsmith.recipes.schema import C2tSection, DddSection, SvipSection, TreeSection
 from tests import reference
 from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, linear_classifier, linear_confidence, paths_of, roots
 
@@ -99,7 +99,7 @@ STOPPING = ("svip", "ddd", "svip_tree", "c2t")
 @pytest.mark.parametrize("name", CASES)
 def test_every_policy_grows_the_tree_of_its_slow_twin(name: str) -> None:
     rows, different_calls, different_sizes = 4, 0, 0
-    for seed in range(40):
+    for seed in range(25):
         policy, twin = CASES[name](random.Random(f"{name} {seed}"))
         tables = [Table(seed * rows + row) for row in range(rows)]
         drafting = Scripted(tables)
@@ -117,8 +117,8 @@ def test_every_policy_grows_the_tree_of_its_slow_twin(name: str) -> None:
         different_calls += len(set(calls)) > 1
         different_sizes += len(set(sizes)) > 1
     if name in STOPPING:
-        assert different_calls > 5
-        assert different_sizes > 5
+        assert different_calls > 3
+        assert different_sizes > 3
 
 
 class Odd(Table):
@@ -131,28 +131,20 @@ class Odd(Table):
         self.kinds = kinds
 
     def row(self, path: Nodes) -> torch.Tensor:
-        if path in self.known:
-            return self.known[path]
-        chance = random.Random(f"odd {self.seed} {path}")
-        kind = chance.choice(self.kinds)
-        row = super().row(path).clone()
-        somewhere = chance.randrange(self.vocab_size)
-        if kind == "nan":
-            row[:] = math.nan
-        elif kind == "one nan":
-            row[somewhere] = math.nan
-        elif kind == "many nans":
-            row[: (self.vocab_size + 1) // 2] = math.nan
-        elif kind == "zeros":
-            row[: (self.vocab_size + 1) // 2] = -math.inf
-        elif kind == "nothing":
-            row[:] = -math.inf
-        elif kind == "uniform":
-            row[:] = -math.log(self.vocab_size)
-        elif kind == "certain":
-            row[:], row[somewhere] = -math.inf, 0.0
-        self.known[path] = row
-        return row
+        if path not in self.known:
+            chance = random.Random(f"odd {self.seed} {path}")
+            kind, row, half = chance.choice(self.kinds), super().row(path).clone(), (self.vocab_size + 1) // 2
+            somewhere = chance.randrange(self.vocab_size)
+            everywhere = {"nan": math.nan, "nothing": -math.inf, "uniform": -math.log(self.vocab_size)}
+            row[:] = torch.full_like(row, everywhere[kind]) if kind in everywhere else row
+            if kind == "one nan":
+                row[somewhere] = math.nan
+            elif kind in ("many nans", "zeros"):
+                row[:half] = math.nan if kind == "many nans" else -math.inf
+            elif kind == "certain":
+                row[:], row[somewhere] = -math.inf, 0.0
+            self.known[path] = row
+        return self.known[path]
 
 
 # All kinds mixed; NaN alone; no possible token; ties everywhere; certain tokens; zeros.
@@ -162,7 +154,7 @@ ODD = (Odd.KINDS, ("nan",), ("nothing",), ("uniform",), ("certain",), ("zeros",)
 @pytest.mark.parametrize("vocab_size", [1, VOCAB])
 @pytest.mark.parametrize("name", [*CASES, "drawn", "drawn svip", "drawn static"])
 def test_whatever_the_drafter_gives_trees_are_connected_and_those_of_each_row_alone(name: str, vocab_size: int) -> None:
-    for seed in range(24):
+    for seed in range(12):
         chance, kinds = random.Random(f"{name} {seed}"), ODD[seed % len(ODD)]
         if name == "drawn static":
             policy: TreePolicy = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)), Sampling(0.8, top_p=0.9))
@@ -194,18 +186,8 @@ def test_whatever_the_drafter_gives_trees_are_connected_and_those_of_each_row_al
                 torch.testing.assert_close(together.drawn_from[row].sum(-1), have_children)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, VOCAB])
-def test_c2t_stays_connected_where_children_tie(vocab_size: int) -> None:
-    for seed in range(36):
-        policy, kinds = c2t_case(random.Random(seed))[0], ODD[seed % len(ODD)]
-        for tables in ([Odd(seed * 4 + row, vocab_size, kinds) for row in range(rows)] for rows in (1, 3)):
-            tree, calls = policy.grow(Scripted(tables), roots(len(tables)))
-            for row, made in enumerate(calls):
-                assert len(paths_of(tree, row)[-1]) in (made - 1, made)  # the last call's children were kept, or none
-
-
-@pytest.mark.parametrize("size", [LARGE - 1, LARGE, LARGE + 1, 4 * LARGE + 100])
-@pytest.mark.parametrize("count", [1, 31, 500])
+@pytest.mark.parametrize("size", [LARGE - 1, LARGE, 2 * LARGE + 100])
+@pytest.mark.parametrize("count", [1, 31])
 def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, count: int) -> None:
     generator = torch.Generator().manual_seed(size + count)
     log_probs = torch.randn(2, 3, size, generator=generator)
@@ -227,83 +209,17 @@ def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, coun
 # One policy at a time.
 
 
-@pytest.mark.parametrize(("nodes", "calls", "top_k"), [(60, 6, 10), (12, 3, 4), (2, 1, 3), (30, 8, 4), (8, 2, 9)])
-def test_eagle2_keeps_the_best_nodes_where_everything_ties(nodes: int, calls: int, top_k: int) -> None:
-    table = Table(0, sharpness=(0.0,))
-    tree, _ = Eagle2(nodes, calls, top_k).grow(Scripted([table]), roots(1))
-    kept = sorted((reference.path_value(table, path) for path in paths_of(tree, 0)[1:]), reverse=True)
-    expected, _ = reference.eagle2_tree(table, nodes, calls, top_k)
-    assert kept == pytest.approx([reference.path_value(table, path) for path in expected], abs=1e-5)
-
-
-def test_a_token_of_probability_nan_ranks_behind_all_others() -> None:
-    class Broken(Table):
-        def row(self, path: Nodes) -> torch.Tensor:
-            return super().row(path).index_fill(0, torch.tensor(3), math.nan)
-
-    table = Broken(0)
-    tree, _ = Eagle2(nodes=3, draft_calls=1, top_k=3).grow(Scripted([table]), roots(1))
-    others = [token for token in reference.by_likelihood(Table(0)(())) if token != 3]
-    assert paths_of(tree, 0)[1:] == [(token,) for token in others[:2]]
-
-
-def test_log_probabilities_that_round_above_zero_do_not_lift_a_child_above_its_parent() -> None:
-    class Rounded(Table):
-        def row(self, path: Nodes) -> torch.Tensor:
-            return super().row(path) + 0.5
-
-    for seed in range(20):
-        tree, _ = Eagle2(6, 4, 3).grow(Scripted([Rounded(seed)]), roots(1))
-        paths_of(tree, 0)
-
-
 def test_svip_stops_above_six_tenths_of_a_nat_and_keeps_the_uncertain_token() -> None:
-    """c = 0.15, h = 0.3: the boundary lies at 0.6 nats, which two tokens have at p = 0.71239; at most 40 tokens."""
+    """c = 0.15, h = 0.3: the boundary lies at 0.6 nats, which two tokens have at p = 0.71239."""
 
     class Coin(Table):
         def row(self, path: Nodes) -> torch.Tensor:
             p = (0.9, 0.9, 0.7129, 0.7119, 0.5)[len(path)]  # 0.5995 nats before the third token, 0.6005 after it
             return torch.tensor([p, 1 - p]).log()
 
-    boundary = [reference.entropy_in_nats(Coin(0, 2)((0,) * depth), 2) for depth in (2, 3)]
-    assert 0.599 < boundary[0] < 0.6 < boundary[1] < 0.601
     tree, calls = Chain(40, Svip()).grow(Scripted([Coin(0, 2)]), roots(1))
-    assert calls == [4]
-    assert tree.nodes == 5
-    assert Chain(40, Svip()).grow(Scripted([Table(0, sharpness=(0.1,))]), roots(1))[1] == [1]
+    assert (calls, tree.nodes) == ([4], 5)
     assert Chain(40, Svip()).grow(Scripted([Table(0, sharpness=(1e5,))]), roots(1))[1] == [40]
-
-
-def test_c2t_s_nodes_do_not_change_places_beside_larger_trees() -> None:
-    """Its order of confidence is not that of probability, in which a tree of few nodes is kept."""
-    policy = C2T(linear_classifier(3.0, 1.0, 0.0, -1.2), 0.5, None, 4, 4, nodes=7)
-    for seed in range(0, 80, 4):
-        tables = [Table(seed + row) for row in range(4)]
-        together, _ = policy.grow(Scripted(tables), roots(4), None)
-        for row, table in enumerate(tables):
-            alone, _ = policy.grow(Scripted([table]), roots(4)[row : row + 1], None)
-            assert torch.equal(alone.tokens[0], together.tokens[row, : alone.nodes])
-
-
-def test_c2t_verifies_what_it_kept_even_of_probability_zero() -> None:
-    """A row with fewer nodes at a level has a gap there, which must not be taken for an improbable node."""
-
-    class Sure(Table):
-        """After the first token another one is certain; `self.seed` tokens may be the first."""
-
-        def row(self, path: Nodes) -> torch.Tensor:
-            shares = torch.zeros(self.vocab_size)
-            shares[: self.seed if not path else 1] = 1
-            return (shares / shares.sum()).log()
-
-    weights = 10.0, 0.0, 20.0, -2.0  # at depth 0 only what is probable, at depth 1 everything
-    policy = C2T(linear_classifier(*weights), 0.6, None, 4, 2)
-    tables = [Sure(1), Sure(3)]
-    tree, _ = policy.grow(Scripted(tables), roots(2))
-    for row, table in enumerate(tables):
-        expected, _ = reference.c2t_tree(table, linear_confidence(*weights), 0.6, None, 4, 2, None)
-        assert sorted(path[:1] for path in paths_of(tree, row)[1:]) == sorted(path[:1] for path in expected)
-        assert len(expected) == table.seed * 5
 
 
 @pytest.mark.parametrize("paths", [((0,), (0,)), ((0,), (1, 0)), ((0, 0),)])
@@ -312,118 +228,61 @@ def test_a_static_tree_refuses_paths_that_are_no_tree(paths: tuple[Nodes, ...]) 
         StaticTree(paths).grow(Scripted([Table(0)]), roots(1))
 
 
-def test_a_static_tree_makes_its_indices_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, drafting = StaticTree(((0,), (1,), (0, 0))), Scripted([Table(0)])
-    first, _ = policy.grow(drafting, roots(1))
-    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("a tensor was made from a list"))
-    again, _ = policy.grow(drafting, roots(1))
-    assert torch.equal(first.tokens, again.tokens)
-
-
 # Waiting for the device.
 
 
-class OnMeta:
-    """A `Drafting` without numbers: whoever asks for one gets an error."""
-
-    capture_layers: tuple[int, ...] = ()
-
-    def __init__(self, rows: int) -> None:
-        self.rows, self.calls = rows, 0
-        ids = torch.empty(VOCAB, dtype=torch.long, device="meta")
-        self.vocab: Any = SimpleNamespace(target_ids=ids, to_target=lambda drafted: ids[drafted], is_full=False)
-
-    def root_log_probs(self) -> torch.Tensor:
-        return torch.empty(self.rows, VOCAB, device="meta")
-
-    def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        assert parent_slots.shape == tokens.shape
-        self.calls += 1
-        return torch.empty(*tokens.shape, VOCAB, device="meta")
-
-
-EAGLE1 = StaticTree(tuple(map(tuple, TreeSection(policy="static").static_paths)))
-
-
-@pytest.mark.parametrize("policy", [Chain(5), EAGLE1, Eagle2(30, 6, 10), Eagle2(9, 3, 2, Ddd(-0.3, (5, 7)))], ids=repr)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_trees_of_a_known_shape_grow_without_a_number_from_the_device(policy: TreePolicy, rows: int) -> None:
-    tree, calls = policy.grow(OnMeta(rows), torch.empty(rows, dtype=torch.long, device="meta"))  # type: ignore[arg-type]
-    assert tree.tokens.shape == tree.parents.shape
-    assert tree.tokens.device.type == tree.parents.device.type == "meta"
-    assert calls == [tree.depth] * rows
-    assert tree.sizes is None
-
-
-@pytest.mark.parametrize(
-    ("policy", "waits"),
-    [
-        (Chain(6, Svip(0.15, 99.0)), 5),  # not after the last call
-        (Eagle2(30, 6, 4, Ddd(-99.0, (2, 4, 6))), 2),
-        (Eagle2(30, 6, 4, Ddd(-99.0, "every")), 5),
-        (Eagle2(30, 6, 4, SvipTree(0.15, 99.0)), 5),
-        (C2T(linear_classifier(0, 0, 0, 9.0), 0.5, 3, 3, 6), 6),
-    ],
-    ids=["svip", "ddd at", "ddd every", "svip_tree", "c2t"],
-)
-def test_policies_that_stop_by_what_they_see_wait_once_a_test(
-    policy: TreePolicy, waits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Numbers(Scripted):
-        """Given without asking a tensor."""
-
-        def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
-            return self.root_log_probs()[:, None].expand(-1, tokens.shape[1], -1)
-
-    drafting, roots_B = Numbers([Table(0), Table(1)]), roots(2)
-    drafting.root_log_probs()
-    seen = []
-    tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: seen.append("tolist") or tolist(tensor))
-    for name in ("item", "__bool__", "__int__", "__float__", "nonzero", "__index__", "cpu", "numpy"):
-        monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits for the device"))
-    policy.grow(drafting, roots_B)
-    assert len(seen) == waits
-
-
-def test_the_proposer_drafts_below_the_last_tokens_of_the_rows_that_go_on() -> None:
-    tables = [Table(row) for row in range(3)]
+def test_the_proposer_draws_by_the_rows_that_go_on() -> None:
+    """What else it does round after round is tests/test_rounds.py's matter."""
+    tables, policy = [Table(row) for row in range(2)], Chain(3, None, Sampling(1.0))
     drafting = Scripted(tables)
-    policy = Chain(3, None, Sampling(1.0))
     proposer = PolicyProposer(drafting, policy)
-    assert proposer.capture_layers == (1, 2)
-    proposer.set_rows([], 2, [SeededDraws(0, 1), SeededDraws(0, 2)])
-    proposer.set_rows([1], 1, [SeededDraws(0, 0)])
-    drafting.tables = [tables[2], tables[0]]
-    features = torch.zeros(2, 4, 1)
-    proposer.observe(Committed(None, [[9, 8, 4], [7, 0]], features, [2, 1]))  # type: ignore[arg-type]
-    assert drafting.seen == [("rows", [], 2), ("rows", [1], 1), ([[9, 8, 4], [7, 0]], features, [2, 1])]
-    tree, calls = proposer.propose()
-    assert calls == [3, 3]
-    assert tree.tokens[:, 0].tolist() == [4, 0]
-    proposer.set_rows([1])
-    drafting.tables = [tables[0]]
-    proposer.observe(Committed(None, [[7, 0]], features, [1]))  # type: ignore[arg-type]
+    proposer.set_rows([], 1, [SeededDraws(0, 2)])
+    proposer.admit(1, [SeededDraws(0, 0)])
+    proposer.observe(Committed(None, [[9, 8, 2], [7, 0]], torch.zeros(2, 2, 1), [2, 1]))  # type: ignore[arg-type]
+    assert drafting.seen[:2] == [("reset", 1), ("admit", 1)]
+    tree, _ = proposer.propose()
+    proposer.keep([1])
     again, _ = proposer.propose()
-    assert again.tokens[:, 0].tolist() == [0]
     draws = SeededDraws(0, 0)  # of the row that was admitted
     for drawn in (tree.tokens[1], again.tokens[0]):
-        alone, _ = policy.grow(Scripted([tables[0]]), roots(1), [draws])
+        alone, _ = policy.grow(Scripted([tables[1]]), roots(1), [draws])
         assert torch.equal(alone.tokens[0], drawn)
 
 
-class OnePass(Scripted):
-    """Drafts all levels in one forward pass, as block drafters do."""
-
-    def passes(self, levels: int) -> int:
-        return min(levels, 1)
+# What a recipe's `tree` section describes.
 
 
-@pytest.mark.parametrize("drafter", [Scripted, OnePass])
-def test_the_drafter_counts_its_passes_and_the_policy_its_levels(drafter: type[Scripted]) -> None:
-    sharp, flat = Table(0, sharpness=(1e5,)), Table(0, sharpness=(0.1,))  # all of a chain, and its first token alone
-    proposer = PolicyProposer(drafter([sharp, flat]), Chain(5, Svip()))
-    proposer.observe(Committed(None, [[0], [2]], torch.zeros(2, 1, 1), [1, 1]))  # type: ignore[arg-type]
-    tree, calls = proposer.propose()
-    assert tree.tried == [5, 1]
-    assert calls == ([1, 1] if drafter is OnePass else [5, 1])
+TREES: dict[str, tuple[TreeSection, TreePolicy]] = {
+    "default": (TreeSection(), Eagle2(60, 8, 10)),
+    "chain": (TreeSection(policy="chain", nodes=4), Chain(3)),
+    "svip": (TreeSection(policy="svip", svip=SvipSection(c=0.2, h=0.4)), Chain(40, Svip(0.2, 0.4))),
+    "static": (TreeSection(policy="static", paths=[[0], [0, 1]]), StaticTree(((0,), (0, 1)))),
+    "eagle2": (TreeSection(nodes=20, draft_calls=4, top_k=5), Eagle2(20, 4, 5)),
+    "ddd": (TreeSection(policy="ddd"), Eagle2(60, 11, 10, Ddd(-0.3, (5, 7, 9)))),
+    "ddd every": (
+        TreeSection(policy="ddd", ddd=DddSection(threshold=-1.0, at="every")),
+        Eagle2(60, 11, 10, Ddd(-1.0, "every")),
+    ),
+    "svip_tree": (TreeSection(policy="svip_tree"), Eagle2(60, 11, 10, SvipTree(0.15, 0.3))),
+}
+
+
+@pytest.mark.parametrize(("tree", "policy"), TREES.values(), ids=TREES)
+def test_a_recipe_s_section_becomes_its_policy(tree: TreeSection, policy: TreePolicy) -> None:
+    assert policy_of(tree) == policy
+
+
+def test_chains_are_drawn_only_where_the_recipe_says_so() -> None:
+    sampling = Sampling(0.7)
+    assert policy_of(TreeSection(policy="chain"), sampling) == Chain(5)
+    assert policy_of(TreeSection(policy="chain", draw="sampled"), sampling) == Chain(5, None, sampling)
+    assert policy_of(TreeSection(policy="svip", draw="sampled"), sampling) == Chain(40, Svip(), sampling)
+    assert policy_of(TreeSection(policy="chain", draw="sampled"), GREEDY) == Chain(5)
+
+
+def test_c2t_of_a_recipe(tmp_path: Path) -> None:
+    linear_classifier(1, 2, 3, 4, entropy_over=70).save(tmp_path)
+    policy = policy_of(TreeSection(policy="c2t", c2t=C2tSection(classifier=str(tmp_path), beta=0.4)))
+    assert isinstance(policy, C2T)
+    assert (policy.beta, policy.beam, policy.top_k, policy.draft_calls, policy.nodes) == (0.4, 15, 15, 10, None)
+    assert (policy.classifier.config.entropy_over, policy.classifier.output.bias.tolist()) == (70, [4.0])

@@ -11,7 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.measured import evaluation
+from draftsmith.eval.page import files, summary
 from draftsmith.eval.recorded.answers import check_answers_before_loading, read_answers
 from draftsmith.models import quantize
 from draftsmith.models.checkpoint import check_identity
@@ -27,12 +30,15 @@ from draftsmith.models.quantize import (
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import QuantizationSection, TargetSection, TreeSection
 from tests import reference
+from tests.compare_cases import place as place
 from tests.conftest import make_target, make_tokenizer
 from tests.decoding import decode_batch
 from tests.pairs import PROMPTS, greedy, taught, vocab_said
 from tests.replay_cases import conversation, write_lines
+from tests.report_cases import Page
 
 # What groups of 32 and both kernels divide.
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -102,6 +108,7 @@ def test_only_the_decoder_s_linear_layers_are_quantised_and_the_plan_counts_thei
         assert size.weight_bytes == sum(tensor.nbytes for tensor in held) and "exact" in size.weight_basis
 
 
+@pytest.mark.slow
 def test_a_drafter_of_the_float_target_drafts_for_the_quantised_one_token_by_token() -> None:
     """In float64 the fake-quantised model's greedy tokens are certain, and they are not the float model's."""
     plain = Target(make_target(**WIDE))
@@ -123,6 +130,7 @@ def test_the_precision_is_part_of_the_target_s_identity(wide_dir: Path, tmp_path
         TargetFiles.read(section_of(wide_dir, **settings)) for settings in ({}, {"quantization": "int4"})
     )
     assert quantised.identity["quantization"] == "int4, groups of 64"
+    assert target_changes(section_of(wide_dir, quantization=FAKE))["quantization"] == "fake int4, groups of 32"
     assert {key for key in plain.identity if plain.identity[key] != quantised.identity[key]} == {"quantization"}
     for mine, theirs in ((plain, quantised), (quantised, plain)):
         written_by = {key: value for key, value in theirs.identity.items() if value is not None}
@@ -136,20 +144,15 @@ def test_the_precision_is_part_of_the_target_s_identity(wide_dir: Path, tmp_path
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "group": (
-        {"quantization": {"group_size": 128}},
-        {},
-        "128 does not divide the 64 inputs of layers.0.*set group_size",
-    ),
-    "narrow": ({"quantization": {}}, {"intermediate_size": 48}, "64 does not divide the 48 inputs .* take 8 bits"),
+    "group": ({"quantization": {"group_size": 128}}, {}, "128 does not divide the 64 inputs of .*group_size"),
     "rows": ({"quantization": "int8"}, {"intermediate_size": 40}, "reads 16 inputs at a time, and .*down_proj has 40"),
     "blocks": ({"quantization": INT4}, {"num_key_value_heads": 1, "head_dim": 8}, "packs 16 outputs .*k_proj has 8"),
     "already": (
         {"quantization": "int8"},
         {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        r"quantised already \(gptq\).*leave target.quantization out",
+        r"quantised already \(gptq\)",
     ),
-    "no linear layers": ({"quantization": "int8"}, {"family": "gpt2"}, "blocks of family gpt2 hold no linear layers"),
+    "no linear layers": ({"quantization": "int8"}, {"family": "gpt2"}, "gpt2 hold no linear layers"),
 }
 
 
@@ -172,30 +175,86 @@ def test_what_cannot_be_quantised_is_refused_before_weights_are_read(
 def test_a_machine_without_kernels_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     config, layers = SimpleNamespace(model_type="llama"), nn.ModuleList([nn.Sequential(nn.Linear(64, 64))])
 
-    def refused(precision: QuantizationSection, device: str = "cpu") -> str:
+    def refused(message: str, precision: QuantizationSection, device: str = "cpu") -> None:
         quantize._check_kernel.cache_clear()
-        with pytest.raises(UserError) as raised:
+        with pytest.raises(UserError, match=message):
             check_quantization(precision, config, layers, device)
-        return str(raised.value)
 
-    assert "needs kernels for cuda:1" in refused(INT8, "cuda:1") and "GPTQ" in refused(INT4, "cuda:1")
+    refused("needs kernels for cuda:1.*GPTQ", INT8, "cuda:1")
     check_quantization(FAKE, config, layers, "cuda:1")
     with monkeypatch.context() as patch:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
         patch.setattr(quantize.platform, "machine", lambda: "x86_64")
-        assert "need AVX2 or AVX-512, and it finds neither" in refused(INT8)
+        refused("need AVX2 or AVX-512", INT8)
         check_quantization(FAKE, config, layers, "cpu")
     with monkeypatch.context() as patch:
         patch.setattr(Int4Linear, "product", lambda self, rows: rows.new_zeros(len(rows), self.out_features))
-        assert "gives wrong products on this machine" in refused(INT4)
+        refused("gives wrong products on this machine", INT4)
         patch.setattr(Int4Linear, "product", lambda self, rows: torch.ops.aten.no_such_kernel(rows))
-        assert f"torch {torch.__version__} has no kernel for this machine" in refused(INT4)
+        refused("has no kernel for this machine", INT4)
     quantize._check_kernel.cache_clear()
 
 
-def test_a_dtype_that_the_kernels_do_not_compute_in_is_refused() -> None:
-    with pytest.raises(ValueError, match="dtype: float32, but int8 and int4 targets compute in bfloat16"):
-        TargetSection.model_validate({"model": "m", "dtype": "float32", "quantization": "int8"})
-    section = TargetSection.model_validate({"model": "m", "dtype": "float32", "quantization": "fake"})
-    assert section.dtype == "float32" and TargetFiles(section).changes["quantization"] == "fake int4, groups of 64"
-    assert section.model_copy(update={"quantization": None}).quantized(INT8).dtype == "bfloat16"
+# Contenders in another precision, and hierarchies, from the recipe to the report.
+
+
+CHAIN = {"policy": "chain", "nodes": 4}
+
+
+@pytest.mark.slow
+def test_rows_of_another_precision_have_their_own_plain_decoding(place: Path, tmp_path: Path, target_dir: Path) -> None:
+    rivals: list[dict[str, Any]] = [
+        {
+            "name": "hierarchy",
+            "proposer": "hierarchy",
+            "draft_model": {"model": str(target_dir), "quantization": "int8", "device": "cpu"},
+            "min_draft_length": 3,
+            "tree": {"nodes": 6, "draft_calls": 2, "top_k": 3},
+        },
+        {"name": "eagle3, int8 target", "quantization": "int8", "tree": CHAIN},
+        {"name": "eagle3, fake target", "quantization": {"bits": 8, "fake": True}, "tree": CHAIN},
+    ]
+    settings = [f"eval.out={tmp_path}", "eval.max_prompts=3", "eval.batch_size=2", f"eval.also={json.dumps(rivals)}"]
+    settings += ["target.device=cpu"]  # where the kernels are
+    recipe = load_recipe(str(place / "recipe.yaml"), settings)
+    evaluation.evaluate_by_decoding(recipe, contenders_of(recipe), plan=False)
+    acceptance = files.read_acceptance(tmp_path / "acceptance.json")
+    rows = acceptance["contenders"]
+    int8, fake = "plain decoding, int8 target", "plain decoding, fake int8 target"
+    assert list(rows)[:3] == ["plain decoding", int8, fake]
+    assert [rows[name]["tau"] for name in (int8, fake)] == [1, 1]
+    own = {"eagle3, int8 target": int8, "eagle3, fake target": fake, "hierarchy": "plain decoding"}
+    lines = [json.loads(line) for line in (tmp_path / "generations.jsonl").read_text().splitlines()]
+    answers = {name: [line["token_ids"] for line in lines if line["contender"] == name] for name in rows}
+    assert answers[fake] != answers["plain decoding"]  # or nothing would tell their baselines apart
+    for name, plain in own.items():
+        pairs = zip(answers[name], answers[plain], strict=True)
+        same = [mine == theirs for mine, theirs in pairs]
+        assert rows[name]["matching_share"] == round(sum(same) / len(same), 4)
+        assert rows[name]["matches_target"] is all(same)
+        assert all(same) or name == "eagle3, int8 target"  # float32 is exact, int8 kernels need not be
+    assert [rows[name].get("quantization") for name in own] == ["int8", "fake int8", None]
+    # The small model is the target in int8, so the target accepts most of what it wrote.
+    hierarchy = rows["hierarchy"]
+    assert hierarchy["inner_tau"] >= 1 and hierarchy["tau"] > 2
+    assert hierarchy["hierarchy"] == {"draft_model": str(target_dir), "quantization": "int8", "min_draft_length": 3}
+    inner = [line["inner_accepted"] for line in lines if line["contender"] == "hierarchy"]
+    assert hierarchy["inner_tau"] == pytest.approx(sum(map(sum, inner)) / sum(map(len, inner)) + 1, abs=1e-3)
+    assert hierarchy["draft_calls_per_round"] >= 3
+    page = Page((tmp_path / "report.html").read_text()).text
+    assert f"Tokens per verification by the small model: hierarchy {hierarchy['inner_tau']:.2f}." in page
+
+
+def test_greedy_answers_of_coarse_precisions_are_reported_as_shares() -> None:
+    def told(**shares: float) -> str:
+        precision = {"fast": "int8", "exact": None, "fake": "fake int4, groups of 64"}
+        rows = {
+            name: {"matches_target": shares.get(name, 1.0) == 1, "matching_share": shares.get(name, 1.0)}
+            | {"quantization": each, "lossless": True}
+            for name, each in precision.items()
+        }
+        about = {"mode": "decode", "temperature": 0, "dtype": "float32", "contender": "exact", "lossless": True}
+        return summary.equality(about | {"contenders": rows})
+
+    assert "not all" not in told() and "defect" not in told(fast=0.75) and "fast (75% are)" in told(fast=0.75)
+    assert "In fake int4, groups of 64 that is a defect" in told(fast=0.75, fake=0.5)

@@ -5,7 +5,6 @@ Drafters are taught the target's greedy answers almost by heart (`tests.pairs`):
 
 import itertools
 import random
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from draftsmith.eval.decoding.policies import PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.recorded.answers import RecordedAnswer
-from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, batches, plain_rounds, replay, replay_all
+from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, replay
 from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
@@ -25,7 +24,7 @@ from draftsmith.models.vocab import DraftVocab
 from tests import reference
 from tests.conftest import make_target
 from tests.decoding import decode, decode_batch
-from tests.pairs import greedy, pair_of, pair_of_kind, taught
+from tests.pairs import greedy, pair_of, taught
 from tests.replay_cases import (
     BUDGET,
     FAMILIES,
@@ -39,12 +38,15 @@ from tests.replay_cases import (
     stops_of,
 )
 from tests.scripted_drafting import unasked_target
-from tests.thinning import a_few, thinned
+from tests.thinning import a_few
 
 # Decoding's own generations.
 
 
-@pytest.mark.parametrize(("family", "name"), thinned(FAMILIES, [*POLICIES, "c2t", "causal_lm"]))
+EVERYTHING = list(itertools.product(FAMILIES, [*POLICIES, "c2t", "causal_lm"]))
+
+
+@pytest.mark.parametrize(("family", "name"), a_few(EVERYTHING, ("llama", "eagle2"), ("llama", "causal_lm")))
 def test_replaying_what_was_decoded_takes_the_same_rounds(family: str, name: str) -> None:
     """With stops in the middle, budgets, and however many answers stand side by side."""
     target, _ = pair_of(family, None, **FAMILIES[family])
@@ -60,37 +62,17 @@ def test_replaying_what_was_decoded_takes_the_same_rounds(family: str, name: str
         assert all(g.decode_seconds == g.prefill_seconds == 0 for g in replayed)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    a_few(
-        itertools.product(["eagle3.1", "eagle", "poss", "poss over eagle3"], ["chain", "eagle2", "ddd"]),
-        ("poss", "ddd"),
-    ),
-)
-def test_every_kind_of_drafter_takes_the_same_rounds(kind: str, name: str) -> None:
-    """Each reads states of its own: EAGLE-1's kinds the last one, behind the norm."""
-    target, drafter = pair_of_kind(kind, "gemma2", None, **FAMILIES["gemma2"])
-    proposer = PolicyProposer(FeatureDrafting(drafter), policy(name))
-    decoded = [decode(target, proposer, prompt, stops_of("gemma2"), BUDGET) for prompt in PROMPTS]
-    assert accepted_by(decoded) > 20
-    for batch_size in (1, 3, 7):
-        assert_same_rounds(replay(target, proposer, recorded(decoded), batch_size, Agreement.of(target)), decoded)
-
-
 def test_every_way_to_end_is_met() -> None:
     """Cut by a stop token or the budget, in the middle of a path or behind it; ended by the bonus; without a round."""
     target, _ = pair_of("llama", None)
     proposer = proposer_of("llama", "chain")
-    future = greedy(target, PROMPTS[0], 14)
-    met = set()
+    future, met = greedy(target, PROMPTS[0], 14), set()
     for stop, budget in [(-1, budget) for budget in range(1, 13)] + [(stop, 14) for stop in future[:12]]:
         decoded = decode(target, proposer, PROMPTS[0], {stop}, budget)
         assert_same_rounds(replay(target, proposer, recorded([decoded]), 1), [decoded])
         by_stop = decoded.token_ids[-1] == stop
         met.add((by_stop, decoded.last_round_cut, decoded.accepted_per_round[-1] > 0) if decoded.rounds else by_stop)
-    assert met == {True, False, *((by, cut, True) for by in (True, False) for cut in (True, False))} | (
-        met & {(True, False, False), (False, False, False)}
-    )
+    assert met >= {True, False, *((by, cut, True) for by in (True, False) for cut in (True, False))}
 
 
 FEW = 24  # tokens: where there are few, guesses are often right
@@ -106,7 +88,7 @@ def small_pair() -> tuple[Target, Eagle3Drafter]:
 
 
 def test_prompt_lookup_takes_the_same_rounds() -> None:
-    target, _ = small_pair()
+    target = Target(make_target(vocab_size=FEW))
     lookup = PromptLookup(5, target.device)
     decoded = [decode(target, lookup, prompt, {4}, BUDGET) for prompt in FEW_PROMPTS]
     assert accepted_by(decoded) > 10
@@ -114,6 +96,7 @@ def test_prompt_lookup_takes_the_same_rounds() -> None:
         assert_same_rounds(replay(target, lookup, recorded(decoded), batch_size), decoded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "temperature"),
     a_few(
@@ -139,39 +122,10 @@ def test_drawn_answers_take_the_same_rounds(name: str, temperature: float) -> No
         assert_same_rounds(replay(target, proposer, recorded(decoded, sampling), batch_size), decoded)
 
 
-@pytest.mark.slow
-def test_a_cut_vocabulary_and_other_layers() -> None:
-    """Several proposers at once, who read different layers of the target, in one pass."""
-    target, whole = pair_of("llama", None)
-    _, small = pair_of("llama", 60)
-    shallow_target = Target(target.model, (1, 5))
-    shallow = taught(shallow_target, DraftVocab.full(target.vocab_size), steps=60)
-    proposers: dict[str, Proposer] = {
-        "whole": PolicyProposer(FeatureDrafting(whole), policy("eagle2")),
-        "cut": PolicyProposer(FeatureDrafting(whole, small.vocab), policy("chain")),
-        "small": PolicyProposer(FeatureDrafting(small), policy("svip")),
-        "shallow": PolicyProposer(FeatureDrafting(shallow), policy("chain")),
-        "lookup": PromptLookup(4, target.device),
-        "eagle": PolicyProposer(
-            FeatureDrafting(pair_of_kind("eagle", "llama", None)[1]), policy("eagle2")
-        ),  # the last state
-    }
-    decoded = {
-        name: [decode(target, proposer, prompt, stops_of("llama"), BUDGET) for prompt in PROMPTS]
-        for name, proposer in proposers.items()
-    }
-    told: list[int] = []
-    replayed = replay_all(target, proposers, recorded(decoded["whole"]), 3, Agreement.of(target), told.append)
-    assert len({str([g.accepted_per_round for g in generations]) for generations in decoded.values()}) == 6
-    for name in proposers:
-        assert_same_rounds(replayed[name], decoded[name])
-    assert sum(told) == 6 * sum(len(g.token_ids) for g in decoded["whole"])
-
-
 # Against a slow twin.
 
 
-@pytest.mark.parametrize("name", ["chain", "eagle2", "svip", "c2t"])
+@pytest.mark.parametrize("name", ["c2t"])
 def test_rounds_are_those_of_a_walk_by_hand(name: str) -> None:
     """Any answers, right and wrong ones: a fresh proposer reads the whole text before every root."""
     target, drafter = pair_of("qwen3", None, **FAMILIES["qwen3"])
@@ -231,31 +185,26 @@ def test_states_are_handed_over_once_and_are_the_target_s(monkeypatch: pytest.Mo
     monkeypatch.setattr("draftsmith.eval.recorded.replay.pass_tokens", lambda device: 50)
     target, _ = pair_of("gemma2", None, **FAMILIES["gemma2"])
     answers = [RecordedAnswer(prompt, greedy(target, prompt, 5 + 3 * i)) for i, prompt in enumerate(PROMPTS)]
-    read: dict[int, list[torch.Tensor]] = {i: [] for i in range(len(answers))}
+    read: dict[tuple[int, ...], torch.Tensor] = {}  # by the text so far
 
     class Watching(PromptLookup):
         capture_layers: tuple[int, ...] = (1, 4)
 
-        def set_rows(self, kept: Sequence[int], new: int = 0, draws: Any = None) -> None:
-            super().set_rows(kept, new)
-            self.live = list(range(new)) if new else [self.live[row] for row in kept]
-
         def observe(self, committed: Committed) -> None:
             super().observe(committed)
             assert committed.features is not None
-            told = committed.tokens, committed.features, committed.counts
-            for row, tokens, states, count in zip(self.live, *told, strict=True):
-                read[row].append(states[:count])
-                assert sum(map(len, read[row])) == len(tokens) - 1
+            for tokens, states, count in zip(committed.tokens, committed.features, committed.counts, strict=True):
+                before = read.pop(tuple(tokens[: len(tokens) - count]), torch.zeros(0, states.shape[1]))
+                read[tuple(tokens)] = torch.cat((before, states[:count]))
+                assert len(read[tuple(tokens)]) == len(tokens) - 1
 
-    order = next(batches(answers, 7))
     replay(target, Watching(4, target.device), answers, 7)
-    for place, row in enumerate(order):
-        seen = torch.cat(read[place])
-        text = torch.tensor([[*answers[row].prompt, *answers[row].tokens]])
-        expected = target.states(text, (1, 4)).captured[0, : len(seen)]
+    assert len(read) == len(answers)
+    for text, seen in read.items():
+        [whole] = [each for a in answers if (each := (*a.prompt, *a.tokens))[: len(text)] == text]
+        expected = target.states(torch.tensor([whole]), (1, 4)).captured[0, : len(seen)]
         torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
-        assert len(seen) >= text.shape[1] - 6  # all but the last round's
+        assert len(seen) >= len(whole) - 6  # all but the last round's
 
 
 def test_captured_states_stop_at_the_last_layer_that_is_wanted() -> None:
@@ -266,19 +215,3 @@ def test_captured_states_stop_at_the_last_layer_that_is_wanted() -> None:
         layer.register_forward_hook(lambda *_, number=number: calls.append(number))
     assert torch.equal(target.captured_states(ids, (0, 3)), target.states(ids, (0, 3)).captured)
     assert calls == [0, 1, 2, *range(7)]
-
-
-def test_batches_hold_every_answer_once_the_longest_first() -> None:
-    chance = random.Random(1)
-    answers = [RecordedAnswer([1], [2] * chance.randint(1, 30)) for _ in range(23)]
-    groups = list(batches(answers, 5))
-    assert sorted(row for rows in groups for row in rows) == list(range(23))
-    lengths = [len(answers[row].tokens) for rows in groups for row in rows]
-    assert lengths == sorted(lengths, reverse=True)
-    assert [len(rows) for rows in groups] == [5, 5, 5, 5, 3]
-
-
-def test_plain_rounds_are_those_of_plain_decoding() -> None:
-    target = Target(make_target())
-    decoded = decode(target, None, PROMPTS[0], {4}, 9)
-    assert_same_rounds([plain_rounds(recorded([decoded])[0])], [decoded])

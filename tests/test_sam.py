@@ -1,8 +1,9 @@
 """SAM-Decoding: its structures find what a search through the text finds; its router feeds whom it did not ask."""
 
+import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,10 +42,10 @@ def repetitive(chance: random.Random, tokens: int, length: int) -> list[int]:
     return text[:length]
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 9])
+@pytest.mark.parametrize("tokens", [1, 3, 9])
 def test_the_dynamic_automaton_finds_the_longest_suffix_that_occurred(tokens: int) -> None:
     chance = random.Random(tokens)
-    for _ in range(40):
+    for _ in range(20):
         text, automaton = repetitive(chance, tokens, 45), DynamicAutomaton()
         for end in range(1, len(text) + 1):
             automaton.extend(text[end - 1 : end])
@@ -55,37 +56,35 @@ def test_the_dynamic_automaton_finds_the_longest_suffix_that_occurred(tokens: in
             assert automaton.matched_end == found[1][0]
 
 
-class Counting(list[int]):
-    reads = 0
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        Counting.reads += 1
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("tokens", [100_000, pytest.param(1_000_000, marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("tokens", [50_000, pytest.param(1_000_000, marks=EXHAUSTIVE)])
 def test_a_token_costs_a_constant_number_of_steps(tokens: int) -> None:
     """Counted in reads of suffix links; long matches that break off are in the text."""
+    reads = itertools.count()
+
+    class Counting(list[int]):
+        def __getitem__(self, index):  # type: ignore[no-untyped-def]
+            next(reads)
+            return super().__getitem__(index)
+
     chance, automaton = random.Random(0), DynamicAutomaton()
     automaton.link = Counting(automaton.link)
-    passage = [chance.randrange(50) for _ in range(5000)]
-    worst = 0.0
+    passage, before = [chance.randrange(50) for _ in range(5000)], 0
     for _ in range(tokens // 10_000):
-        before, text = Counting.reads, []
+        text: list[int] = []
         while len(text) < 10_000:
             start = chance.randrange(4000)
             text += [*passage[start : start + chance.randrange(1000)], chance.randrange(50)]
         automaton.extend(text[:10_000])
-        worst = max(worst, (Counting.reads - before) / 10_000)
-    assert len(automaton.text) == tokens
-    assert worst < 8
-    assert len(automaton.edges) <= 2 * len(automaton.text)
+        now = next(reads)
+        assert now - before < 8 * 10_000
+        before = now
+    assert len(automaton.text) == tokens and len(automaton.edges) <= 2 * tokens
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 9])
+@pytest.mark.parametrize("tokens", [1, 3, 9])
 def test_the_static_automaton_finds_the_longest_suffix_and_all_its_occurrences(tokens: int) -> None:
     chance = random.Random(tokens)
-    for _ in range(40):
+    for _ in range(20):
         documents = [repetitive(chance, tokens, chance.randrange(1, 40)) for _ in range(chance.randrange(1, 8))]
         documents += [list(chance.choice(documents))] * chance.randrange(2)
         corpus = corpus_of(documents, tokens)
@@ -123,16 +122,14 @@ def check_continuations(corpus: StaticAutomaton, found: Match, paths: Counter[tu
             assert sorted((paths[path] for path in known), reverse=True) == best
 
 
-def test_a_long_match_is_found_to_its_beginning() -> None:
-    text = repetitive(random.Random(1), 9, 700)
-    corpus = corpus_of([text, text[300:]], 9)
-    assert corpus.longest([8, *text[:600]]).length in (600, 601)
-    assert corpus.longest(text[300:]).occurrences == 2
+def test_of_many_occurrences_some_are_looked_at_everywhere() -> None:
+    corpus = corpus_of([[3, 5, 1]] * 200 + [[4, 5, 2]] * 200, 9)
+    assert sorted(corpus.continuations(corpus.longest([5]), 9, 9, 9)[0]) == [1, 2]
 
 
 def test_a_file_holds_the_same_automaton(tmp_path: Path) -> None:
     path = tmp_path / "sam.safetensors"
-    for vocab_size in (9, 70_000):
+    for vocab_size in (9, 2**16):
         corpus_of([[1, 2, 3], [2, 3, vocab_size - 1]], vocab_size).save(path, "mine", {})
         again = StaticAutomaton.load(path, "mine")
         assert again.continuations(again.longest([2, 3]), 9, 9, 9) == ([vocab_size - 1], [0])
@@ -141,17 +138,16 @@ def test_a_file_holds_the_same_automaton(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_serve_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "sam.safetensors"
-    with pytest.raises(UserError, match="no such file; run `draftsmith build-sam`"):
-        StaticAutomaton.load(path, "mine")
-    path.write_bytes(b"not at all")
-    with pytest.raises(UserError, match="not a readable safetensors file"):
-        StaticAutomaton.load(path, "mine")
-    corpus_of([[1, 2, 3]], 9).save(path, "theirs", {})
-    with pytest.raises(UserError, match="another tokenizer: fingerprint theirs there, mine here"):
-        StaticAutomaton.load(path, "mine")
-    corpus_of([], 9).save(path, "mine", {})
-    with pytest.raises(UserError, match="holds no token"):
-        StaticAutomaton.load(path, "mine")
+    for written, message in (
+        (None, "no such file; .*build-sam"),
+        (lambda: path.write_bytes(b"not at all"), "not a readable safetensors file"),
+        (lambda: corpus_of([[1, 2, 3]], 9).save(path, "theirs", {}), "another tokenizer: .*theirs there, mine here"),
+        (lambda: corpus_of([], 9).save(path, "mine", {}), "holds no token"),
+    ):
+        if written is not None:
+            written()
+        with pytest.raises(UserError, match=message):
+            StaticAutomaton.load(path, "mine")
 
 
 # The proposer.
@@ -175,18 +171,6 @@ def test_the_longer_match_drafts_and_the_bias_speaks_for_the_text() -> None:
     assert observed(SamProposer(CPU, 40, None, stop_ids=[2]), text)[0].tokens == [5, 0, 2]
     assert observed(SamProposer(CPU, 60, 4.0, corpus, dynamic=False), text)[0].source == STATIC
     assert observed(SamProposer(CPU, 60, 4.0, corpus), [7])[0].tokens == []
-
-
-def test_answers_start_anew_and_rows_keep_their_own_text() -> None:
-    proposer, text = SamProposer(CPU, 9, None), [1, 2, 3, 1, 2]
-    assert [draft.tokens[:1] for draft in observed(proposer, text, [5, 6, 5])] == [[3], [6]]
-    proposer.set_rows([1], 1)
-    proposer.observe(Committed(None, [[5, 6, 5, 7], [1, 2]], None, [1, 1]))  # type: ignore[arg-type]
-    assert [draft.tokens for draft in proposer.drafts()] == [[], []]
-    assert observed(proposer, [1, 2])[0].tokens == []
-    observed(proposer, [*text, 9])
-    proposer.rollback([4])
-    assert proposer.drafts()[0].tokens[:1] == [3]
 
 
 # The router.
@@ -218,42 +202,17 @@ def taught_pair() -> tuple[Target, PolicyProposer, list[list[int]], StaticAutoma
     return target, PolicyProposer(FeatureDrafting(drafter), policy), answers, misleading(answers, target.vocab_size)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_drafter_that_was_not_asked_catches_up_with_the_same_drafts(rows: int) -> None:
-    """Its rounds are those that it drafts where it observes each round on its own."""
-    target, drafting, _, corpus = taught_pair()
-    router = beside(drafting, corpus, 3, fuse=False)
-    observe, read = drafting.observe, [0]
-
-    def counted(committed: Committed) -> None:
-        read[0] += 1
-        observe(committed)
-
-    drafting.observe = counted  # type: ignore[method-assign]
-    drafted = []
-    for eager in (0, 1):
-        read[0] = 0
-        if eager:
-            lazily = router.observe
-
-            def at_once(committed: Committed, lazily: Callable[[Committed], None] = lazily) -> None:
-                lazily(committed)
-                router._catch_up()
-
-            router.observe = at_once  # type: ignore[method-assign]
-        answers = decode_batch(target, router, PROMPTS[:rows], {-1}, NEW_TOKENS)
-        drafted.append([(answer.drafted_by, answer.accepted_per_round) for answer in answers])
-        if rows == 1:
-            by_sam = sum(DRAFTER not in each for each in answers[0].drafted_by)
-            assert 0 < by_sam < answers[0].rounds
-            assert read[0] == answers[0].rounds - (0 if eager else by_sam)
-    assert drafted[0] == drafted[1]
-
-
 @pytest.mark.parametrize("name", ["alone", "routed", "fused"])
 def test_replay_gives_the_rounds_of_decoding_and_who_drafted_them(name: str) -> None:
+    """Where SAM drafts, the other one observes nothing until it is asked again."""
     target, drafting, _, corpus = taught_pair()
     proposer = sam_alone(corpus) if name == "alone" else beside(drafting, corpus, 2, name == "fused")
+    observe, read = drafting.observe, list[int]()
+    drafting.observe = lambda committed: read.append(1) or observe(committed)  # type: ignore[method-assign]
+    [alone] = decode_batch(target, proposer, PROMPTS[:1], {-1}, NEW_TOKENS)
+    by_sam = sum(DRAFTER not in each for each in alone.drafted_by)
+    if name == "routed":
+        assert 0 < by_sam < alone.rounds and len(read) == alone.rounds - by_sam
     decoded = decode_batch(target, proposer, PROMPTS, {-1}, NEW_TOKENS)
     replayed = replay(target, proposer, recorded(decoded), 3)
     assert_same_rounds(replayed, decoded)

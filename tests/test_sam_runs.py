@@ -5,22 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from draftsmith.data_gen import build_sam
-from draftsmith.eval import acceptance, plan
-from draftsmith.eval.decoding.contenders import Contender, contenders_of
-from draftsmith.eval.measured import evaluation
+from draftsmith.eval import acceptance
 from draftsmith.models.sam import StaticAutomaton
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.stages import stages_of
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import Recipe, TargetSection, TreeSection
+from draftsmith.recipes.schema import TargetSection
 from tests.compare_cases import also
 from tests.compare_cases import place as place
+from tests.replay_cases import write_lines
 from tests.report_cases import Page
-from tests.sam_cases import corpus_of
 from tests.thinning import a_few
 from tests.training_runs import run_main
 
@@ -28,11 +24,10 @@ from tests.training_runs import run_main
 @pytest.fixture(scope="module")
 def answers(place: Path, target_dir: Path) -> Path:
     """The target's own answers, from an evaluation: the run's conversations."""
-    recipe = place / "recipe.yaml"
-    run_main(acceptance, recipe, f"eval.out={place / 'first'}", "eval.max_new_tokens=40")
+    run_main(acceptance, place / "recipe.yaml", f"eval.out={place / 'first'}", "eval.max_new_tokens=40")
     fingerprint = TargetFiles(TargetSection(model=str(target_dir))).fingerprint
-    lines = [json.loads(line) for line in (place / "first/generations.jsonl").read_text().splitlines()]
-    path = place / "run/conversations.jsonl"
+    lines = map(json.loads, (place / "first/generations.jsonl").read_text().splitlines())
+    plain = [line for line in lines if line["contender"] == "plain decoding"]
     records = [
         {
             "id": f"c{i}",
@@ -40,11 +35,9 @@ def answers(place: Path, target_dir: Path) -> Path:
             "turns": [{"prompt_token_ids": line["prompt_token_ids"], "output_token_ids": line["token_ids"]}] * 2,
             "generator": {"tokenizer_fingerprint": fingerprint, "temperature": 0.0},
         }
-        for i, line in enumerate(lines)
-        if line["contender"] == "plain decoding"
+        for i, line in enumerate(plain)
     ]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return write_lines(place / "run/conversations.jsonl", *records)
 
 
 @pytest.fixture(scope="module")
@@ -80,116 +73,23 @@ def test_an_evaluation_tells_who_drafted_and_a_replay_agrees(place: Path, corpus
     out, recipe = place / mode, place / "recipe.yaml"
     router: dict[str, Any] = {"static": str(corpus), "l_threshold": 2, "l_bias": 1, "fuse": mode == "fused"}
     settings = [
-        f"eval.out={out}",
-        f"eval.router={json.dumps(router)}",
+        *(f"eval.out={out}", f"eval.router={json.dumps(router)}"),
         also(name="alone", proposer="sam", sam={"static": str(corpus)}),
     ]
     assert "build-sam" in stages_of(load_recipe(recipe, settings))
     run_main(acceptance, recipe, *settings)
     run_main(acceptance, recipe, *settings, "eval.mode=replay")
     decoded, replayed = (json.loads((path / "acceptance.json").read_text()) for path in (out, out / "replay"))
-    main = decoded["contender"]
-    assert main.endswith(f"{mode} with sam, dynamic and static")
     for name, row in decoded["contenders"].items():
         assert row["matches_target"] is True
-        assert replayed["contenders"][name]["drafted_by"] == row["drafted_by"]
-        assert replayed["contenders"][name]["accepted_histogram"] == row["accepted_histogram"]
-    row, alone = decoded["contenders"][main], decoded["contenders"]["alone"]
+        for key in ("drafted_by", "accepted_histogram"):
+            assert replayed["contenders"][name][key] == row[key]
+    row, alone = decoded["contenders"][decoded["contender"]], decoded["contenders"]["alone"]
     assert row["router"] == router | {"dynamic": True, "nodes": 40} and alone["sam"]["static"] == str(corpus)
-    assert {"drafter", "sam static"} <= set(row["drafted_by"]) and "sam static" in alone["drafted_by"]
-    assert "drafter" not in alone["drafted_by"]
+    assert {"drafter", "sam static"} <= set(row["drafted_by"]) and "drafter" not in alone["drafted_by"]
     assert sum(share["accepted"] for share in row["drafted_by"].values()) == pytest.approx(1, abs=1e-3)
     assert row["drafted_by"]["sam static"]["accepted"] > 0.5  # the target says again what it said
     assert (row["drafted_by"]["drafter"]["rounds"] == 1) == (mode == "fused")
-    assert decoded["contenders"]["plain decoding"]["drafted_by"] == {}
     html = (out / "report.html").read_text()
     by = "drafted by drafter and sam static" if mode == "fused" else "drafted by sam static"
     assert "Who drafted it" in Page(html).text and by in html
-
-
-def test_sam_is_the_recipe_s_own_row_without_a_drafter(place: Path, corpus: Path) -> None:
-    """As under eval.also, with the same default tree; neither a drafter nor its training is needed."""
-    out = place / "own"
-    settings = [
-        *(f"eval.out={out}", "eval.proposer=sam", f"eval.sam.static={corpus}", "eval.drafter=null"),
-        also(name="other row", proposer="sam", sam={"static": str(corpus)}),
-    ]
-    lean = {"output_dir": str(place / "run"), "target": yaml.safe_load((place / "recipe.yaml").read_text())["target"]}
-    lean["eval"] = {"prompts": str(place / "prompts.jsonl"), "max_prompts": 2, "max_new_tokens": 20}
-    (place / "lean.yaml").write_text(yaml.safe_dump(lean))
-    assert stages_of(load_recipe(place / "lean.yaml", settings)) == ["build-sam", "evaluate"]
-    run_main(acceptance, place / "lean.yaml", *settings)
-    rows = json.loads((out / "acceptance.json").read_text())["contenders"]
-    plain, own, other = rows.values()
-    assert list(rows)[1] == "sam, dynamic and static, tree of 60" and own["drafter"] is None
-    assert own["tree"] == other["tree"] and own["accepted_histogram"] == other["accepted_histogram"]
-    assert own["matches_target"] is True and own["rounds"] < plain["rounds"]
-    run_main(acceptance, place / "lean.yaml", *settings[:3], "--plan", "--compare", "lone: eval.sam.alpha=1")
-    for planner in ("eval.tree={policy: auto}", "eval.router={}"):
-        assert "eval" in refused(acceptance, place / "lean.yaml", *settings, planner)
-    assert "sam has no drafter" in refused(plan, place / "lean.yaml", *settings)
-
-
-def test_a_planner_plans_the_drafter_beside_sam(
-    place: Path, answers: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = [f"eval.router={{static: {corpus}}}", f"eval.out={place / 'planned'}"]
-    trees = "eval.planner.candidates=[{policy: chain, nodes: 3}]"
-    run_main(plan, place / "recipe.yaml", *settings, trees, f"eval.planner.answers={answers}")
-    assert json.loads((place / "planned/plan.json").read_text())["candidates"][0]["tree"]["policy"] == "chain"
-    assert "as if it drafted alone" in capsys.readouterr().out
-
-
-def test_rows_that_differ_in_their_router_share_a_plan(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[Contender] = []
-    untouched: Any = None
-
-    def choose(lineup: object, recipe: Recipe, contender: Contender) -> TreeSection:
-        planned.append(contender)
-        return TreeSection(policy="chain", nodes=2 + len(planned), vocab_size=16)
-
-    monkeypatch.setattr(evaluation, "choose_tree", choose)
-    auto = {"tree": {"policy": "auto"}}
-    rows = [
-        auto,
-        auto | {"router": {}},
-        auto | {"drafter": str(place / "other/drafter")},
-        {"tree": {"policy": "chain", "nodes": 9}},
-    ]
-    named = [{"name": str(i)} | row for i, row in enumerate(rows)]
-    recipe = load_recipe(place / "recipe.yaml", [f"eval.also={json.dumps(named)}"])
-    chosen = evaluation.with_chosen_trees(untouched, recipe, contenders_of(recipe))
-    assert [contender.tree.nodes for contender in chosen[1:]] == [3, 3, 4, 9]
-    assert [contender.router is None for contender in chosen[1:4]] == [True, False, True]
-    assert {contender.token_counts for contender in chosen[1:4]} == {recipe.token_counts_path}  # of trees that cut
-
-
-def refused(*arguments: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        run_main(*arguments)
-    return "\n".join(caught.value.problems)
-
-
-def test_mistakes_are_told_before_anything_is_decoded(place: Path) -> None:
-    recipe, theirs = place / "recipe.yaml", place / "theirs.safetensors"
-    corpus_of([[1, 2]], 320).save(theirs, "f" * 64, {})
-    found = refused(acceptance, recipe, f"eval.router={{static: {theirs}}}", "--plan")
-    assert found.startswith("eval.router.static: ") and "another tokenizer: fingerprint ffffffffffffffff there" in found
-    found = refused(acceptance, recipe, also(proposer="sam", sam={"static": "nothing.safetensors"}), "--plan")
-    assert found.startswith("eval.also.0.sam.static: nothing.safetensors: no such file; run `draftsmith build-sam`")
-    for section, problem in (
-        ({"proposer": "sam", "tree": {"policy": "ddd"}}, "policy eagle2 or chain"),
-        ({"proposer": "sam", "sam": {"dynamic": False}}, "nothing to look in"),
-        ({"proposer": "sam", "router": {}}, "beside another proposer"),
-        ({"sam": {"alpha": 2.0}}, "sam is for proposer sam"),
-        ({"router": {"treshold": 3}}, "treshold"),
-        (
-            {"router": {"fuse": True}, "tree": {"policy": "chain", "draw": "sampled"}},
-            "drawn tokens cannot get siblings",
-        ),
-    ):
-        assert problem in refused(acceptance, recipe, also(**section))
-    (place / "empty.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "no answer"}]}) + "\n")
-    found = refused(build_sam, recipe, f"data.sam.sources={place / 'empty.jsonl'}")
-    assert found.startswith("data.sam.sources: ") and "hold no token" in found
-    assert "data.sam.sources.0: " in refused(build_sam, recipe, "data.sam.sources=[missing.txt]")

@@ -33,8 +33,9 @@ from tests.scripted_drafting import Table, linear_classifier
 from tests.thinning import meeting
 
 VOCAB, POSITIONS = 9, 32
-# Prompts and new tokens. The third and the last end at the last position.
+# Prompts and new tokens. The first ends before it is drafted for; the fourth and the last end at the last position.
 ASKED = (
+    ([5, 2], 1),
     ([7, 8], 10),
     ([1, 2, 3, 1, 2, 3, 1, 2], 7),
     ([5, 1, 2, 6, 4, 4, 0, 3, 2, 1, 7, 8, 6, 5, 3, 0, 1, 2, 4, 6, 8, 7, 3], POSITIONS - 23),
@@ -123,7 +124,9 @@ PROPOSERS: dict[str, Sequence[str]] = {  # with the trees of each
 EVERYTHING = [each for kind, trees in PROPOSERS.items() for each in product([kind], trees, RULES)]
 # Where one row copies and another draws, the rule sees both kinds of trees at once.
 MIXED = [each for each in EVERYTHING if each[0] == "routed" and "drawn" in each[1]]
-COMBINATIONS = [*MIXED, *meeting([each for each in EVERYTHING if each not in MIXED])]
+PAIRS = [*MIXED, *meeting([each for each in EVERYTHING if each not in MIXED])]
+FEW = {*(each for each in MIXED if each[2] == "sampled"), *meeting(PAIRS, 1)}
+COMBINATIONS = [each if each in FEW else pytest.param(each, marks=pytest.mark.slow) for each in PAIRS]
 
 
 def policy(name: str, sampling: Sampling) -> TreePolicy:

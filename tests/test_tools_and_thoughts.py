@@ -3,13 +3,14 @@
 import json
 from collections import deque
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from draftsmith.data_gen.answers.generators import GeneratedAnswer
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
-from draftsmith.data_gen.server.generator import Unanswered
 from draftsmith.data_gen.training_rows.rows import TrainingRow, training_rows
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.recipes.prompts.reader import read_conversations
@@ -99,64 +100,39 @@ def regenerate_with(tokenizer: Any, source: str, path: Path, *answers: str) -> l
 
 ASK = {"role": "user", "content": "where is the cat?"}
 LAST = {"role": "assistant", "content": "on the mat."}
-OPENAI = {
-    "messages": [
-        ASK,
-        {
-            "role": "assistant",
-            "content": "I look.",
-            "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"q": "rain"}'}}
-            ],
-            "function_call": None,
-        },
-        {"role": "tool", "tool_call_id": "c1", "content": "on the mat"},
-        LAST,
-    ],
-    "tools": json.dumps(TOOLS),
+CALLED = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"q": "rain"}'}}
+TALK = [
+    ASK,
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALLED], "function_call": None},
+    {"role": "tool", "tool_call_id": "c1", "content": "on the mat"},
+    LAST,
+]
+OLDER = {"role": "assistant", "content": "I look.", "function_call": CALLED["function"]}
+SAID = [("human", "where is the cat?"), ("gpt", "I look."), ("function_call", json.dumps(CALLED["function"]))]
+SAID += [("observation", "on the mat"), ("gpt", "on the mat.")]
+FORMS: dict[str, dict[str, Any]] = {
+    "openai": {"messages": TALK, "tools": json.dumps(TOOLS)},
+    "older openai": {"messages": [ASK, OLDER, {"role": "function", "name": "search", "content": "on the mat"}, LAST]}
+    | {"tools": [SCHEMA]},
+    "sharegpt": {
+        "conversations": [{"from": who, "value": said} for who, said in SAID],
+        "tools": json.dumps([SCHEMA]),
+    },
+    "as text": {"messages": json.dumps(TALK), "tools": [json.dumps(TOOLS[0])]},
 }
-OLDER_OPENAI = {
-    "messages": [
-        ASK,
-        {"role": "assistant", "content": "I look.", "function_call": {"name": "search", "arguments": '{"q": "rain"}'}},
-        {"role": "function", "name": "search", "content": "on the mat"},
-        LAST,
-    ],
-    "tools": [SCHEMA],
-}
-SHAREGPT = {
-    "conversations": [
-        {"from": "human", "value": "where is the cat?"},
-        {"from": "gpt", "value": "I look."},
-        {"from": "function_call", "value": '{"name": "search", "arguments": {"q": "rain"}}'},
-        {"from": "observation", "value": "on the mat"},
-        {"from": "gpt", "value": "on the mat."},
-    ],
-    "tools": json.dumps([SCHEMA]),
-}
-AS_TEXT = {"messages": json.dumps(OPENAI["messages"]), "tools": [json.dumps(TOOLS[0])]}
-FORMS = {"openai": OPENAI, "older openai": OLDER_OPENAI, "sharegpt": SHAREGPT, "as text": AS_TEXT}
 
 
-@pytest.mark.parametrize("parquet", [False, True])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "parquet"), [("openai", 1), ("older openai", 0), ("sharegpt", 0), ("as text", 1)])
 def test_tool_calls_are_supervised_as_the_template_writes_them(tmp_path: Path, form: str, parquet: bool) -> None:
-    tokenizer = tokenizer_with(EVERYTHING)
-    if parquet:
-        import pyarrow
-        import pyarrow.parquet
-
-        # Another record with other keys: Arrow gives both records the keys of both.
-        others = {"messages": [ASK, {**LAST, "name": "x"}], "conversations": [{"from": "human", "value": "x", "id": 1}]}
-        other = {key: others[key] for key in FORMS[form] if isinstance(FORMS[form][key], list) and key in others}
-        path = str(tmp_path / "c.parquet")
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([FORMS[form], other]), path)
+    tokenizer, path = tokenizer_with(EVERYTHING), str(tmp_path / "c.parquet")
+    if parquet:  # another record with other keys: Arrow gives both records the keys of both
+        others = {"messages": [ASK, {**LAST, "name": "x"}]} if form == "openai" else {}
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([FORMS[form], others]), path)
     else:
         path = write(tmp_path / "c.jsonl", FORMS[form])
     row = read_rows(path, tokenizer)[0][0]
-    head = f"<|system|>{json.dumps(TOOLS)}<|end|>"
     rendered = str(tokenizer.decode(row.input_ids))
-    assert rendered == head + ANSWERED + "<|assistant|>on the mat.<|end|>"
+    assert rendered == f"<|system|>{json.dumps(TOOLS)}<|end|>{ANSWERED}<|assistant|>on the mat.<|end|>"
     assert supervised(tokenizer, row) == ['I look.[call search {"q": "rain"}]<|end|>', "on the mat.<|end|>"]
 
 
@@ -174,81 +150,6 @@ def test_regeneration_keeps_calls_and_results_and_asks_behind_them(tmp_path: Pat
     # What regenerate wrote is read again as prompts.
     (again,) = read_conversations(str(tmp_path / "r.jsonl"), Rejects())
     assert again.messages[:3] == record["messages"][:3] and again.meta == record["meta"]
-
-
-def test_a_refused_question_leaves_with_its_calls_and_results(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(EVERYTHING)
-    first = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
-    source = write(tmp_path / "p.jsonl", {**OPENAI, "messages": [*first, *OPENAI["messages"]]})
-    asked = OpenConversations(list(read_conversations(source, Rejects())), tokenizer, 1000, Rejects())
-    prompts = asked.prompts()
-    key, _ = cast(Any, next(prompts))
-    output = [*tokenizer("there.", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    assert asked.take(GeneratedAnswer(key, output, "stop")) is None
-    key, _ = cast(Any, next(prompts))
-    record = cast(Any, asked.give_up(Unanswered(key, "refused: 400", refused=True)))
-    assert [message["role"] for message in record["messages"]] == ["user", "assistant"]
-    assert record["unasked_turns"] == 1
-
-
-def test_two_calls_at_once_and_a_call_without_words(tmp_path: Path) -> None:
-    turns = [
-        {"from": "system", "value": "s"},
-        {"from": "human", "value": "q"},
-        {
-            "from": "function_call",
-            "value": '[{"name": "f", "arguments": {}}, {"name": "g", "parameters": {"x": null}}]',
-        },
-        {"from": "observation", "value": "1"},
-        {"from": "function_call", "value": '{"name": "h", "arguments": "no object"}'},
-        {"from": "observation", "value": "2"},
-    ]
-    (conversation,) = read_conversations(write(tmp_path / "p.jsonl", {"conversations": turns}), Rejects())
-    first, second = conversation.messages[2], conversation.messages[4]
-    assert [call["function"] for call in first["tool_calls"]] == [
-        {"name": "f", "arguments": {}},
-        {"name": "g", "arguments": {"x": None}},
-    ]
-    assert first["content"] is None
-    assert second["tool_calls"][0]["function"] == {"name": "h", "arguments": "no object"}
-    assert [message["role"] for message in conversation.messages] == [
-        "system", "user", "assistant", "tool", "assistant", "tool",
-    ]  # fmt: skip
-
-
-def test_parquet_fills_no_keys_into_tools_and_arguments(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    def record(name: str, key: str) -> dict[str, Any]:
-        schema = {"name": name, "parameters": {"type": "object", "properties": {key: {"type": "string"}}}}
-        call = {"type": "function", "function": {"name": name, "arguments": {key: "x"}}}
-        messages = [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "y"}]
-        return {"messages": messages, "tools": [{"type": "function", "function": schema}]}
-
-    records = [record("f", "a"), record("g", "b")]
-    path = str(tmp_path / "p.parquet")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
-    found = list(read_conversations(path, Rejects()))
-    assert [conversation.messages for conversation in found] == [record["messages"] for record in records]
-    assert [conversation.meta["tools"] for conversation in found] == [record["tools"] for record in records]
-
-
-def test_dates_and_bytes_of_tables_become_text(tmp_path: Path) -> None:
-    import datetime
-
-    import pyarrow
-    import pyarrow.parquet
-
-    record = {
-        "messages": [{**ASK, "at": datetime.datetime(2024, 5, 6, 7, 8)}],
-        "meta": {"raw": b"x", "day": datetime.date(2024, 1, 2)},
-    }
-    path = str(tmp_path / "p.parquet")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
-    (conversation,) = read_conversations(path, Rejects())
-    assert conversation.messages[0]["at"] == "2024-05-06 07:08:00" and conversation.meta["day"] == "2024-01-02"
-    json.dumps([conversation.messages, conversation.meta])
 
 
 # Thoughts.
@@ -272,33 +173,27 @@ THOUGHTFUL = [
     {"role": "user", "content": "and the dog?"},
     {"role": "assistant", "content": "<think>\nafter the cat\n</think>\n\nin the rain."},
 ]
-APART = [
-    ASK,
-    {"role": "assistant", "reasoning_content": "the dog ran", "content": "on the mat."},
-    THOUGHTFUL[2],
-    {"role": "assistant", "reasoning_content": "after the cat", "content": "in the rain."},
-]
 
 
 @pytest.mark.parametrize(("template", "opening"), [(QWEN, ""), (R1, "<think>\n")], ids=["qwen3", "r1"])
 def test_a_template_that_strips_earlier_thoughts_gives_one_row_per_turn(
     tmp_path: Path, template: str, opening: str
 ) -> None:
+    """Also of thoughts that stand apart."""
     tokenizer = tokenizer_with(template)
-    found, rejects = read_rows(write(tmp_path / "c.jsonl", {"id": "c", "messages": APART}), tokenizer)
-    assert not rejects.total
-    thought = "<think>\n".removeprefix(opening)
-    assert [supervised(tokenizer, row) for row in found] == [
-        [f"{thought}the dog ran\n</think>\n\non the mat.<|end|>"],
-        [f"{thought}after the cat\n</think>\n\nin the rain.<|end|>"],
+    apart = [
+        ASK,
+        {"role": "assistant", "reasoning_content": "the dog ran", "content": "on the mat."},
+        THOUGHTFUL[2],
+        {"role": "assistant", "reasoning_content": "after the cat", "content": "in the rain."},
     ]
-    assert [row.id for row in found] == ["c", "c"]
-    _, second = found
+    found, rejects = read_rows(write(tmp_path / "c.jsonl", {"id": "c", "messages": apart}), tokenizer)
+    answers = [str(message["content"]).removeprefix(opening) for message in THOUGHTFUL[1::2]]
+    assert not rejects.total and [supervised(tokenizer, row) for row in found] == [[f"{a}<|end|>"] for a in answers]
     for row in found:  # what comes before the answer is what the target is asked
         assert str(tokenizer.decode(row.input_ids[: row.spans[0][0]])).endswith(f"<|assistant|>{opening}")
-    assert "the dog ran" not in tokenizer.decode(second.input_ids) and "on the mat." in tokenizer.decode(
-        second.input_ids
-    )
+    second = tokenizer.decode(found[1].input_ids)
+    assert "the dog ran" not in second and "on the mat." in second
 
 
 @pytest.mark.parametrize(("template", "opening"), [(QWEN, ""), (R1, "<think>\n")], ids=["qwen3", "r1"])

@@ -1,12 +1,8 @@
 """Replay while training: tau at every checkpoint, what a kill leaves of it, and what cannot be replayed."""
 
-import itertools
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,19 +11,16 @@ from safetensors.torch import load_file
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import replay
-from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import load_drafter
 from draftsmith.models.drafters import drafting_of
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.models.vocab import save_token_counts
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.run.inputs import read_rows
 from draftsmith.train.run.loop import Loop
-from tests.conftest import make_tokenizer
+from tests.thinning import a_few
 from tests.training_runs import metrics, train
 from tests.training_runs import no_dry_run as no_dry_run
 from tests.training_runs import recipe_path as recipe_path
@@ -77,7 +70,7 @@ class Killed(BaseException):
     """What nothing in the loop catches, as a kill."""
 
 
-@pytest.mark.parametrize("at", [3, 6])
+@pytest.mark.parametrize("at", a_few([3, 6], 3))
 def test_a_kill_between_checkpoint_and_replay_loses_neither(
     recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
@@ -101,79 +94,3 @@ def test_a_kill_between_checkpoint_and_replay_loses_neither(
         assert metrics(killed) == metrics(whole)
     mine, expected = (load_file(d / "drafter/model.safetensors") for d in (killed, whole))
     assert all(torch.equal(mine[name], expected[name]) for name in expected)
-
-
-def test_a_line_that_waits_for_a_replay_is_logged_without_one_if_it_is_switched_off(
-    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The way out where the replay itself is what ends the run."""
-    with monkeypatch.context() as patched:
-        patched.setattr(Loop, "replayed", lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError("too much")))
-        with pytest.raises(torch.OutOfMemoryError):
-            train(recipe_path, *REPLAY)
-    lines = metrics(train(recipe_path, "train.eval_replay=0"))
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert not any("replay_tau" in line for line in lines)
-
-
-def test_sigterm_does_not_wait_for_a_replay(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes in the step whose checkpoint a replay would follow: the next start catches up on that."""
-    expected = metrics(train(recipe_path, *REPLAY))
-    output = recipe_path.parent / "stopped"
-    shutil.copytree(
-        recipe_path.parent / "run",
-        output,
-        ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"),
-    )
-    steps, step = itertools.count(1), torch.optim.AdamW.step
-
-    def step_and_stop(self: torch.optim.AdamW, *arguments: Any) -> Any:
-        if next(steps) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, *arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.optim.AdamW, "step", step_and_stop)
-        patched.setattr(Loop, "replayed", lambda _: pytest.fail("it waited"))
-        train(recipe_path, *REPLAY, f"output_dir={output}")
-    assert [line["step"] for line in metrics(output)] == [1, 2]
-    train(recipe_path, *REPLAY, f"output_dir={output}")
-    assert metrics(output) == expected
-
-
-def test_replay_drafts_from_a_cut_vocabulary(recipe_path: Path) -> None:
-    output = recipe_path.parent / "run"
-    counts = torch.zeros(320, dtype=torch.long)
-    counts[torch.arange(0, 320, 2)] = torch.arange(160).flip(0) + 1
-    save_token_counts(output / "token_counts.safetensors", counts, tokenizer_fingerprint(make_tokenizer()), [4])
-    train(recipe_path, *REPLAY, "eval.tree.vocab_size=7")
-    with pytest.raises(UserError, match=r"eval\.tree\.vocab_size: 200 is more than the 160 tokens"):
-        train(recipe_path, *REPLAY, "eval.tree.vocab_size=200")
-
-
-@pytest.mark.usefixtures("no_dry_run")
-def test_what_cannot_be_replayed_in_training_is_told_at_once(
-    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("the target was loaded"))
-    chain = "eval.tree={policy: chain, draw: sampled}"
-    for overrides, message in (
-        (("train.validation_conversations=0",), "train.validation_conversations is 0"),
-        (("eval.tree={policy: auto}",), "policy auto goes by speeds"),
-        (("eval.proposer=sam",), "eval.proposer is sam"),
-        (("eval.tree={nodes: 600, top_k: 30}",), r"eval_replay: eval\.tree: 600 nodes, .* a target of 512 positions"),
-        (("eval.tree={policy: svip, draft_calls: 512}",), "513 nodes, 512 draft calls deep, in a target of 512"),
-        ((chain, "eval.temperature=1"), "draw: sampled cannot be replayed"),
-        (("eval.tree.vocab_size=9",), r"token_counts\.safetensors, which does not exist"),
-    ):
-        for plan in ((), ("--plan",)):
-            with pytest.raises(UserError, match=message):
-                train(recipe_path, "train.eval_replay=2", *overrides, *plan)
-
-
-def test_the_plan_tells_of_replay_and_its_memory(recipe_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(recipe_path, "--plan")
-    assert "replay_tau" not in capsys.readouterr().out
-    train(recipe_path, *REPLAY, "--plan")
-    said = capsys.readouterr().out
-    assert "3 validation conversations at every checkpoint, eval.tree eagle2: replay_tau in metrics.jsonl" in said

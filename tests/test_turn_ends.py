@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from draftsmith.data_gen import conversations
 from draftsmith.data_gen.server.answers import Vocabulary
 from draftsmith.data_gen.training_rows.rows import TrainingRow, rows_of, turns_of_messages
 from draftsmith.models.chat import decode_answer, render_prompt
@@ -16,8 +14,6 @@ from draftsmith.models.turn_ends import answer_notes, stop_ids, turn_ends
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
-from tests.replay_cases import write_lines
-from tests.training_runs import run_main
 
 # As SmolLM3 does it: tags around header, empty thought and answer; the prompt brings the first two in this mode.
 SMOL = (
@@ -104,17 +100,6 @@ def test_the_next_roles_marker_is_supervised_where_it_is_the_stop_token(tmp_path
     assert texts(tokenizer, ASK, ANSWER, ANSWER) == ["sat on", "sat on<|user|>"]
 
 
-def test_blanks_before_the_marker_are_supervised(tmp_path: Path) -> None:
-    tokenizer = glm(tmp_path, untagged(GLM).replace("'<|user|>'", "('\\n' if not loop.first else '') + '<|user|>'"))
-    assert texts(tokenizer, ASK, ANSWER, ASK, ANSWER) == ["sat on\n<|user|>"] * 2
-
-
-def test_a_marker_that_is_no_stop_token_ends_nothing(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(GLM, GLM_SPECIAL, {"pad_token": "<|pad|>", "eos_token": "<|endoftext|>"})
-    assert texts(tokenizer, ASK, ANSWER, ASK, ANSWER) == ["sat on", "sat on"]
-    assert turn_ends(tokenizer) == (frozenset({1}), None, None, {"user": (), "tool": ()})
-
-
 def test_what_a_template_writes_behind_the_stop_token_is_not_supervised(tmp_path: Path) -> None:
     """Phi-3 ends a conversation with its end of text."""
     template = CHAT_TEMPLATE.replace(
@@ -127,48 +112,20 @@ def test_what_a_template_writes_behind_the_stop_token_is_not_supervised(tmp_path
         assert texts(TargetFiles(section).tokenizer, ASK, ANSWER) == ["sat on<|end|>"]
 
 
-@pytest.mark.parametrize(
-    ("template", "remark"),
-    [
-        (CHAT_TEMPLATE, ""),
-        (SMOL, "generation tags also mark what the generation prompt brings"),
-        (
-            CHAT_TEMPLATE.replace("{% generation %}", "\n{% generation %}"),
-            "generation tags leave out tokens between the generation prompt and the answer",
-        ),
-        (
-            CHAT_TEMPLATE.replace("_prompt -%}<|assistant|>", "_prompt -%}<|assistant|>{{ ' ' }}"),
-            "the template writes another header before an answer than in the generation prompt",
-        ),
-        (
-            untagged(CHAT_TEMPLATE).replace("<|assistant|>{{", "<|assistant|><think>\n\n</think>\n{{"),
-            "the template writes an empty thought, which the generation prompt lacks",
-        ),
-    ],
-    ids=["agree", "header", "gap", "other header", "empty thought"],
-)
-def test_tags_that_disagree_with_the_generation_prompt(template: str, remark: str) -> None:
-    (row,) = rows(make_tokenizer(template), ASK, ANSWER)
-    assert row.remarks == ((remark,) if remark else ())
+UNTAGGED = untagged(CHAT_TEMPLATE)
+DISAGREE = {
+    "": CHAT_TEMPLATE,
+    "generation tags also mark what the generation prompt brings": SMOL,
+    "generation tags leave out tokens": CHAT_TEMPLATE.replace("{% generation %}", "\n{% generation %}"),
+    "another header": CHAT_TEMPLATE.replace("_prompt -%}<|assistant|>", "_prompt -%}<|assistant|>{{ ' ' }}"),
+    "an empty thought": UNTAGGED.replace("<|assistant|>{{", "<|assistant|><think>\n\n</think>\n{{"),
+}
 
 
-def test_show_says_where_tags_prompts_and_stop_tokens_disagree(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer = make_tokenizer(
-        SMOL.replace("m.content + '<|end|>", "m.content + '").replace("{{ '<|user", "{{ '<|end|><|user")
-    )
-    section = saved(tmp_path, tokenizer)
-    write_lines(tmp_path / "conversations.jsonl", {"messages": [ASK, ANSWER, ASK, ANSWER]}, {"messages": [ASK, ANSWER]})
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump({"output_dir": str(tmp_path), "target": {"model": section.model}}))
-    run_main(conversations, tmp_path / "r.yaml", "--show", "1")
-    said = capsys.readouterr().out
-    assert "[[sat on\n<|end|>]]" in said
-    assert "note: 3 of 3 answers: generation tags also mark what the generation prompt brings\n" in said
-    assert "no stop token" not in said
-    saved(tmp_path, make_tokenizer(GLM, GLM_SPECIAL, {"eos_token": "<|endoftext|>"}))
-    run_main(conversations, tmp_path / "r.yaml", "--show", "0")
-    assert "note: 3 of 3 answers: no stop token ends them\n" in capsys.readouterr().out
+@pytest.mark.parametrize("remark", DISAGREE)
+def test_tags_that_disagree_with_the_generation_prompt(remark: str) -> None:
+    (row,) = rows(make_tokenizer(DISAGREE[remark]), ASK, ANSWER)
+    assert len(row.remarks) == bool(remark) and all(remark in each for each in row.remarks)
 
 
 # Stop tokens.
@@ -198,17 +155,17 @@ def test_an_end_of_turn_that_nothing_names_is_a_stop_token(tmp_path: Path) -> No
     assert answer_notes(TargetFiles(named)) == []
 
 
-def test_an_end_of_turn_behind_a_newline_is_found() -> None:
-    template = CHAT_TEMPLATE.replace("<|end|>{% endg", "{{ '\\n' }}<|end|>{% endg")
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHAT_TEMPLATE.replace("<|end|>{% endg", "{{ '\\n' }}<|end|>{% endg"),  # behind a newline
+        UNTAGGED.replace("<|end|>", "{{ '<|end|>' if not loop.last }}", 1),  # between turns only
+    ],
+)
+def test_an_end_of_turn_is_found_where_it_stands(template: str) -> None:
     tokenizer = make_tokenizer(template, roles={"eos_token": "<|pad|>"})
     assert stop_ids(tokenizer) == (0, 4) and turn_ends(tokenizer).unnamed == 4
-
-
-def test_an_end_that_stands_between_turns_only_is_found() -> None:
-    template = untagged(CHAT_TEMPLATE).replace("<|end|>", "{{ '<|end|>' if not loop.last }}", 1)
-    tokenizer = make_tokenizer(template, roles={"eos_token": "<|pad|>"})
-    assert stop_ids(tokenizer) == (0, 4) and turn_ends(tokenizer).unnamed == turn_ends(tokenizer).usual == 4
-    assert texts(tokenizer, ASK, ANSWER, ASK, ANSWER) == ["sat on<|end|>"] * 2
+    assert texts(tokenizer, ASK, ANSWER, ASK, ANSWER)[0].endswith("<|end|>")
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE.replace("<|end|>", "</s>"), untagged(GLM)])
@@ -246,23 +203,11 @@ def test_stop_tokens_that_are_not_special_stay_out_of_the_next_prompt(tmp_path: 
     assert decode_answer(loaded, [*loaded("sat on")["input_ids"], stop]) == "sat on"
 
 
-@pytest.mark.parametrize("named", ["4", "</s>", [4, "<|end|>"], 4.0, True])
-@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-def test_a_stop_token_that_is_no_id_is_refused(tmp_path: Path, file: str, named: Any) -> None:
+@pytest.mark.parametrize("named", ["4", [4, "<|end|>"], 4.0])
+def test_a_stop_token_that_is_no_id_is_refused(tmp_path: Path, named: Any) -> None:
     settings: dict[str, Any] = {"eos_token_id": named}
-    where = {"generation": settings} if file == "generation_config.json" else {"config": settings}
-    section = saved(tmp_path, make_tokenizer(), **where)
-    with pytest.raises(UserError, match=rf"target\.model: the {file} of .*eos_token_id.*in a copy"):
-        _ = TargetFiles(section).tokenizer
-    if file == "config.json":
+    for where in ({"generation": settings}, {"config": settings}):
+        file = "generation_config.json" if "generation" in where else "config.json"
+        section = saved(tmp_path / file, make_tokenizer(), **where)
         with pytest.raises(UserError, match=rf"target\.model: the {file} of .*eos_token_id"):
-            _ = TargetFiles(section).config
-
-
-def test_settings_that_decoding_does_not_apply_are_named(tmp_path: Path) -> None:
-    asked = {"repetition_penalty": 1.05, "top_p": 0.8, "temperature": 0.6, "min_p": 0.0, "suppress_tokens": [3]}
-    section = saved(tmp_path, make_tokenizer(), asked)
-    assert answer_notes(TargetFiles(section)) == [
-        "note: the target's generation_config asks for repetition_penalty 1.05; it is not applied",
-        "note: the target's generation_config asks for suppress_tokens [3]; it is not applied",
-    ]
+            _ = TargetFiles(section).tokenizer

@@ -13,17 +13,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
-from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.causal_lm import CausalLMDrafting
-from draftsmith.models.chat import render, render_marked, render_prompt
-from draftsmith.models.costs import target_size
-from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.chat import render_prompt
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.picture_prompts import PictureProcessor, embeddings_of, in_parts, opened
+from draftsmith.models.picture_prompts import opened
 from draftsmith.models.prompt import PlacedInsert, Prompt, RenderError
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles, weight_digests
@@ -36,15 +32,11 @@ from tests.decoding import decode, decode_batch
 from tests.pairs import untaught
 from tests.thinning import a_few
 from tests.tiny_vision import (
-    BASIC_FAMILIES,
     FAMILIES,
-    PATCH,
     PLACEHOLDER,
     WITH_AXES,
     asked,
-    make_image_processor,
     make_vision_target,
-    make_vision_tokenizer,
     picture,
     save_vision_target,
     vision_config,
@@ -52,7 +44,8 @@ from tests.tiny_vision import (
 
 TREE = TreeSection(nodes=12, draft_calls=3, top_k=4)
 TALL, WIDE = picture(16, 40, seed=1), picture(48, 16, seed=2)
-both = pytest.mark.parametrize("family", FAMILIES)
+# Tiles and rows of padding; several axes, and states that get pictures added.
+both = pytest.mark.parametrize("family", a_few(FAMILIES, "llava_next", "qwen3_vl"))
 
 
 @pytest.fixture(scope="session")
@@ -112,50 +105,22 @@ def placed(prompts: Sequence[Prompt]) -> list[PlacedInsert]:
 # Prompts.
 
 
-def test_placeholders_become_as_many_as_a_picture_has_embeddings(folders: dict[str, Path]) -> None:
-    lengths = {"llava": [[16], [16, 16], [16, 16], []], "qwen2_5_vl": [[6], [10, 12], [12, 10], []]}
-    lengths |= {"llava_next": [[44], [56, 34], [34, 56], []], "qwen3_vl": lengths["qwen2_5_vl"]}
-    for family in FAMILIES:
-        prompts = prompts_of(folders[family])
-        assert [[insert.length for insert in prompt.inserts] for prompt in prompts] == lengths[family]
-        for prompt in prompts:
-            covered = [insert.first + i for insert in prompt.inserts for i in range(insert.length)]
-            assert covered == [column for column, token in enumerate(prompt) if token == PLACEHOLDER]
-
-
-SIZES = [(1, 1), (3, 5), (16, 16), (33, 32), (48, 16), (16, 48), (200, 1), (1, 200), (37, 111), (512, 384)]
-
-
 @both
 def test_pictures_of_every_shape_are_counted_as_the_model_reads_them(family: str, folders: dict[str, Path]) -> None:
     """Wide, tall, small. Of an enlarged picture, LLaVA-NeXT cuts rows and columns of padding off."""
     tokenizer, reader = TargetFiles(section_of(folders[family])).tokenizer, target_of(family).pictures
     assert reader is not None
-    lengths = []
-    for width, height in SIZES:
+    for width, height in ((1, 1), (3, 5), (33, 32), (48, 16), (200, 1), (1, 200), (37, 111), (512, 384)):
         (insert,) = render_prompt(tokenizer, [asked("the cat", picture(width, height))]).inserts
         assert isinstance(insert, PictureInsert)
         assert len(reader.read(insert).embeddings) == insert.length
-        lengths.append(insert.length)
-    if family == "llava_next":
-        own: Any = LlavaNextProcessor(
-            make_image_processor(family),
-            make_vision_tokenizer(family),
-            patch_size=PATCH,
-            vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
-        )
-        wanted = own._get_num_multimodal_tokens([(height, width) for width, height in SIZES]).num_image_tokens
-        assert lengths == wanted and len(set(lengths)) > 5
 
 
 @pytest.mark.parametrize(
     ("family", "other", "settings"),
     [
         ("llava_next", "llava_next", {"image_grid_pinpoints": [[16, 32]]}),
-        ("llava_next", "llava_next", {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}),
         ("llava_next", "llava", {}),
-        ("llava", "llava_next", {}),
         ("llava", "qwen2_5_vl", {}),
         ("qwen2_5_vl", "llava", {}),
     ],
@@ -166,42 +131,39 @@ def test_another_model_s_image_processor_is_refused(
     copytree(folders[family], tmp_path, dirs_exist_ok=True)
     processor = json.loads((folders[other] / "preprocessor_config.json").read_text())
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor | settings))
-    with pytest.raises(UserError, match=r"which a \w+ with this config does not read; is preprocessor_config\.json"):
+    with pytest.raises(UserError, match=r"is preprocessor_config\.json"):
         render_prompt(TargetFiles(section_of(tmp_path)).tokenizer, [asked("the cat", picture(64, 64))])
 
 
 @both
-def test_text_beside_pictures_is_not_lost(family: str, folders: dict[str, Path]) -> None:
+def test_what_cannot_be_shown_is_refused(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     tokenizer = TargetFiles(section_of(folders[family])).tokenizer
-    written = tokenizer.decode(list(prompts_of(folders[family])[3]))
-    assert written == "<|user|>the cat and the dog<|end|><|assistant|>"
-    messages = [asked("the cat", picture()), {"role": "assistant", "content": "a mat"}]
-    ids, marks = render_marked(tokenizer, messages)
-    assert ids == render(tokenizer, messages)
-    said = [token for token, marked in zip(ids, marks, strict=True) if marked]
-    assert tokenizer.decode(said) == "a mat<|end|>"
-
-
-@both
-def test_pictures_and_placeholders_that_differ_are_refused(
-    family: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    tokenizer = TargetFiles(section_of(folders[family])).tokenizer
-    for messages, found in (
-        ([asked("what is <image>", picture())], "1 and 2"),
-        ([{"role": "user", "content": "what is <image>"}], "0 and 1"),
-    ):
-        with pytest.raises(RenderError, match=f"pictures and placeholders differ: {found}"):
-            render_prompt(tokenizer, messages)
     template = tmp_path / "text.jinja"
     template.write_text("{% for m in messages %}{{ m['content'] if m['content'] is string }}{% endfor %}")
     deaf = TargetFiles(section_of(folders[family], chat_template=str(template))).tokenizer
     assert deaf.decode(list(render_prompt(deaf, [{"role": "user", "content": "the cat"}]))) == "the cat"
-    with pytest.raises(RenderError, match="pictures and placeholders differ: 1 and 0"):
-        render_prompt(deaf, [asked("the cat", picture())])
-    for part, reason in (({"type": "video"}, "neither text nor picture: video"), ({"type": "image"}, "without a path")):
+    for reader, content, reason in (
+        (tokenizer, asked("what is <image>", picture())["content"], "placeholders differ: 1 and 2"),
+        (tokenizer, "what is <image>", "placeholders differ: 0 and 1"),
+        (deaf, asked("the cat", picture())["content"], "placeholders differ: 1 and 0"),
+        (tokenizer, [{"type": "video"}], "neither text nor picture: video"),
+        (tokenizer, [{"type": "image"}], "without a path"),
+        (tokenizer, [{"type": "image", "path": 7, "sha256": "0"}], "^wrong type"),
+        (tokenizer, [{"type": "image", "path": "a.png", "sha256": 5}], "^wrong type"),
+    ):
         with pytest.raises(RenderError, match=reason):
-            render_prompt(tokenizer, [{"role": "user", "content": [part]}])
+            render_prompt(reader, [{"role": "user", "content": content}])
+
+
+def test_a_picture_read_otherwise_is_another(folders: dict[str, Path], tmp_path: Path) -> None:
+    copytree(folders["llava"], tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [0.1, 0.2, 0.3]}))
+    tokenizers = [
+        TargetFiles(section_of(folder)).tokenizer for folder in (folders["llava"], folders["llava"], tmp_path)
+    ]
+    keys = [render_prompt(tokenizer, [asked("the cat", picture())]).digest for tokenizer in tokenizers]
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_a_chat_template_of_the_processor_serves(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -219,13 +181,6 @@ def test_a_chat_template_of_the_processor_serves(folders: dict[str, Path], tmp_p
     assert render_prompt(TargetFiles(section_of(tmp_path / "stored")).tokenizer, messages) == own
 
 
-@pytest.mark.parametrize("part", [{"sha256": 5}, {"path": 7, "sha256": "0"}, {"path": ["a"], "sha256": "0"}])
-def test_picture_parts_of_wrong_types_are_refused(part: dict[str, Any]) -> None:
-    message = {"role": "user", "content": [{"type": "image", "path": "a.png"} | part]}
-    with pytest.raises(RenderError, match=r"^wrong type: path and sha256 of a picture must be text"):
-        in_parts([message])
-
-
 def test_targets_that_see_otherwise_have_another_identity() -> None:
     """Also those that write alike: another projector, or another tower."""
     original = weight_digests(target_of("llava"))
@@ -236,56 +191,25 @@ def test_targets_that_see_otherwise_have_another_identity() -> None:
         digests = weight_digests(Target(model))
         assert digests["embedding_digest"] == original["embedding_digest"]
         assert digests["vision_digest"] != original["vision_digest"]
-    assert weight_digests(Target(copy.deepcopy(make_vision_target("llava")))) == original
     assert "vision_digest" not in weight_digests(Target(make_target()))
-
-
-@both
-def test_the_size_of_a_picture_tells_its_tokens(
-    family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Other pictures of a known size are not processed before the target asks for them."""
-    processor = PictureProcessor(TargetFiles(section_of(folders[family])))
-    processed: list[Any] = []
-    original = processor._processed
-    monkeypatch.setattr(processor, "_processed", lambda *given: processed.append(given) or original(*given))
-    sizes = [(24, 16), (24, 16), (40, 12), (24, 16)]
-    inserts = [processor.insert(0, picture(*size, seed=i)) for i, size in enumerate(sizes)]
-    assert len(processed) == 2 and len({each.digest for each in inserts}) == 4
-    for each in inserts:
-        assert embeddings_of(processor.config, each.pixels()) == each.length
 
 
 def test_pictures_come_as_files_bytes_or_images(folders: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     picture().save(path)
     tokenizer = TargetFiles(section_of(folders["llava"])).tokenizer
-    url = {"type": "image_url", "image_url": {"url": str(path)}}
-    given = [*({"type": "image", key: str(path)} for key in ("path", "url", "image")), url]
+    given: list[dict[str, Any]] = [{"type": "image", key: str(path)} for key in ("path", "url", "image")]
+    given.append({"type": "image_url", "image_url": {"url": str(path)}})
     given.append({"type": "image", "image": path.read_bytes()})
+    given.append(given[0] | {"sha256": sha256(path.read_bytes()).hexdigest()})
     wanted = render_prompt(tokenizer, [asked("the cat", picture())])
     for part in given:
         messages = [{"role": "user", "content": [part, {"type": "text", "text": "the cat"}]}]
         assert render_prompt(tokenizer, messages) == wanted
     assert opened(picture().convert("CMYK")).mode == "RGB"
-
-    digest = sha256(path.read_bytes()).hexdigest()
-    assert len(render_prompt(tokenizer, [{"role": "user", "content": [given[0] | {"sha256": digest}]}]).inserts) == 1
-    path.write_bytes(path.read_bytes()[:60])
-    for part, reason in ((given[0], "picture truncated"), (given[0] | {"sha256": digest}, "picture changed")):
-        with pytest.raises(RenderError, match=reason):
-            render_prompt(tokenizer, [{"role": "user", "content": [part]}])
-
-
-def test_a_picture_that_changed_behind_its_prompt_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    path = tmp_path / "a.png"
-    picture().save(path)
-    messages = [{"role": "user", "content": [{"type": "image", "path": str(path)}]}]
-    prompt = render_prompt(TargetFiles(section_of(folders["llava"])).tokenizer, messages)
-    insert = prompt.inserts[0]
+    [insert] = render_prompt(tokenizer, [{"role": "user", "content": given[:1]}]).inserts
     assert isinstance(insert, PictureInsert)
-    pixels = insert.pixels()  # held for a while
-    processor: Any = insert.pixels.func.__self__  # type: ignore[attr-defined]
+    pixels, processor = insert.pixels(), insert.pixels.func.__self__  # type: ignore[attr-defined]
     processor._held.clear()
     assert torch.equal(insert.pixels()["pixel_values"], pixels["pixel_values"])  # read again
     for change, reason in ((lambda: TALL.save(path), "has changed since"), (path.unlink, "is no longer there")):
@@ -293,6 +217,8 @@ def test_a_picture_that_changed_behind_its_prompt_is_refused(folders: dict[str, 
         change()
         with pytest.raises(UserError, match=reason):
             insert.pixels()
+    with pytest.raises(RenderError, match="picture missing"):
+        render_prompt(tokenizer, [{"role": "user", "content": [given[0]]}])
 
 
 # What the target reads.
@@ -302,80 +228,49 @@ def test_a_picture_that_changed_behind_its_prompt_is_refused(folders: dict[str, 
 def test_embeddings_and_positions_are_the_model_s_own(family: str, folders: dict[str, Path]) -> None:
     target, given = target_of(family), dict[str, Any]()
     for prompt in prompts_of(folders[family])[:3]:
+        handle = target.decoder.register_forward_pre_hook(
+            lambda _module, _args, inputs: given.update(inputs), with_kwargs=True
+        )
         with torch.no_grad():
-            handle = target.decoder.register_forward_pre_hook(
-                lambda _module, _args, inputs: given.update(inputs), with_kwargs=True
-            )
             target.model(**pixel_inputs(family, prompt))
-            handle.remove()
+        handle.remove()
         ids, inserts = torch.tensor([list(prompt)]), placed([prompt])
-        mine = target.decoder_arguments(ids, inserts)
+        mine, drafter_s = target.decoder_arguments(ids, inserts), target.inputs(ids, inserts=inserts)
         torch.testing.assert_close(mine["inputs_embeds"], given["inputs_embeds"], rtol=0, atol=1e-6)
-        torch.testing.assert_close(target.inputs(ids, inserts=inserts).embeddings, mine["inputs_embeds"])
-        assert torch.equal(target.inputs(ids, inserts=inserts).positions[0], torch.arange(len(prompt)))  # the drafter's
+        torch.testing.assert_close(drafter_s.embeddings, mine["inputs_embeds"])
+        assert torch.equal(drafter_s.positions[0], torch.arange(len(prompt)))
+        assert ("position_ids" in mine) == (family in WITH_AXES)
         if family in WITH_AXES:
             assert torch.equal(mine["position_ids"], given["position_ids"])
             shift = target.model.model.rope_deltas.item()
             assert target.pictures is not None and target.pictures.shift(prompt.inserts, len(prompt)) == shift < 0
-        else:
-            assert "position_ids" not in mine
         assert ("deepstack_visual_embeds" in mine) == (family == "qwen3_vl")
         for name in mine.keys() & {"visual_pos_masks", "deepstack_visual_embeds"}:
             torch.testing.assert_close(mine[name], given[name])
 
 
-@both
-def test_the_tower_reads_a_picture_once(family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(make_vision_target(family))
-    reader = target.pictures
-    assert reader is not None
-    read: list[str] = []
-    own = reader._read
-    monkeypatch.setattr(reader, "_read", lambda picture: read.append(picture.digest) or own(picture))
-    for _ in range(2):
-        decode_batch(target, None, prompts_of(folders[family])[:3], {-1}, 3)
-    assert len(read) == len(set(read)) == 3
-    monkeypatch.setattr("draftsmith.models.vision.HELD_BYTES", 1)
-    decode_batch(target, None, prompts_of(folders[family])[1:3], {-1}, 3)
-    assert len(reader._held) == 1
-
-
 # Decoding.
 
 
-def proposers(family: str) -> dict[str, Proposer | None]:
-    """As its own drafter the target accepts whole chains; the others are mostly wrong."""
-    target = target_of(family)
-    itself = CausalLMDrafting(target)
-    most = {"plain": None, "itself, tree": PolicyProposer(itself, policy_of(TREE))}
-    if family not in BASIC_FAMILIES:  # proposers see no difference
-        return most
-    return most | {
-        "lookup": PromptLookup(4, target.device),
-        "itself": PolicyProposer(itself, policy_of(TreeSection(policy="chain", nodes=4))),
-        "eagle3": PolicyProposer(FeatureDrafting(untaught("eagle3", target)), policy_of(TREE)),
-    }
-
-
-@pytest.mark.parametrize("family", a_few(FAMILIES, "qwen2_5_vl", "qwen3_vl"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_answers_are_the_model_s_own(family: str, folders: dict[str, Path]) -> None:
-    """With pictures, several of them, in later turns, beside text: one by one, and side by side."""
+    """With pictures, several of them, in later turns, beside text: one by one, and side by side. As its own drafter the
+    target accepts whole chains; another one is mostly wrong."""
     target, prompts, length = target_of(family), prompts_of(folders[family]), 24
     expected = [generated(family, prompt, length) for prompt in prompts]
     others = [render_prompt(TargetFiles(section_of(folders[family])).tokenizer, [asked("the cat sat", TALL)])]
     assert generated(family, others[0], length) != expected[0]  # the picture matters
-    for name, proposer in proposers(family).items():
+    itself = PolicyProposer(CausalLMDrafting(target), policy_of(TREE))
+    for proposer in (None, itself, PolicyProposer(FeatureDrafting(untaught("eagle3", target)), policy_of(TREE))):
         if family in WITH_AXES:
             target.model.model.rope_deltas = torch.tensor([[77]])  # of another prompt
         together = decode_batch(target, proposer, prompts, {-1}, length)
         alone = [decode(target, proposer, prompt, {-1}, length) for prompt in prompts]
-        assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone] == expected, name
-        if name == "itself":
-            assert all(set(answer.accepted_per_round[:-1]) == {3} for answer in together)
-        if name == "itself, tree":
+        assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone] == expected
+        if proposer is itself:
             assert sum(sum(answer.accepted_per_round) for answer in together) > 50
-        if family in WITH_AXES:
-            assert target.model.model.rope_deltas.item() == 77
+        assert family not in WITH_AXES or target.model.model.rope_deltas.item() == 77
 
 
 @both
@@ -387,7 +282,7 @@ def test_rows_come_and_go_with_their_positions(family: str, folders: dict[str, P
     session.prefill(prompts[2:], at_once=1000)
     session.read([[5, 6]] * 4)
     session.keep([3, 1, 0])
-    cut = prompts[1].inserts[1].first - 1  # before the second picture
+    cut = prompts[1].inserts[1].first  # before the second picture
     session.rollback([len(prompts[3]) + 1, cut, len(prompts[0])])
     texts = [prompts[3].then([5]), Prompt(prompts[1][:cut], prompts[1].inserts[:1]), prompts[0]]
     for more in ([[7], [8], [9]], [[11], [12], [13]]):
@@ -461,92 +356,46 @@ def test_a_target_that_reads_text_only_refuses_pictures(folders: dict[str, Path]
         Target(make_target()).session().prefill([prompt])
 
 
-@both
-def test_a_picture_of_another_length_is_refused(family: str, folders: dict[str, Path]) -> None:
-    insert = prompts_of(folders[family])[0].inserts[0]
+def test_a_picture_of_another_length_is_refused(folders: dict[str, Path]) -> None:
+    insert = prompts_of(folders["llava"])[0].inserts[0]
     assert isinstance(insert, PictureInsert)
-    target = Target(make_vision_target(family))
+    target = Target(make_vision_target("llava"))
     for _ in range(2):  # before and after the picture is held
-        with pytest.raises(UserError, match=f"another number of embeddings of a picture than the {insert.length - 1} "):
+        with pytest.raises(UserError, match=f"embeddings of a picture than the {insert.length - 1} "):
             target.read_insert(replace(insert, tokens=insert.length - 1))
-        target.read_insert(insert)
-
-
-def test_a_family_that_gives_its_decoder_more_is_refused(folders: dict[str, Path]) -> None:
-    """As a family might that nobody has tried."""
-    target, insert = Target(make_vision_target("llava")), prompts_of(folders["llava"])[0].inserts[0]
-    assert target.pictures is not None
-    own: Any = target.pictures.whole
-
-    class Stranger(torch.nn.Module):
-        get_input_embeddings = own.get_input_embeddings
-
-        def forward(self, input_ids: torch.Tensor, **_: Any) -> None:
-            target.decoder(inputs_embeds=target.embedding(input_ids), cross_attention_states=torch.zeros(1))
-
-    target.pictures.whole = Stranger()
-    with pytest.raises(UserError, match=r"more than embeddings and positions for a picture .cross_attention_states"):
         target.read_insert(insert)
 
 
 UNREADABLE = {
     "gemma3": "attend to one another in both directions",
     "idefics3": "text between the parts of a picture",
-    "smolvlm": "text between the parts of a picture",
-    "pixtral": "text between the parts of a picture",
     "llava_onevision": "how many tokens a picture has is not known here",
 }
 
 
-@pytest.mark.parametrize("family", UNREADABLE)
+@pytest.mark.parametrize("family", a_few(UNREADABLE, "gemma3"))
 def test_pictures_of_other_families_are_refused_by_name_and_text_is_read(
     family: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """Before anything is decoded, and before placeholders are counted: these families' templates write other ones."""
-    text = vision_config("llava").text_config.to_dict() | {"head_dim": 8}
-    name, kind, tower = family, "llama", vision_config("llava").vision_config.to_dict()
+    text = vision_config("llava").text_config.to_dict() | {"head_dim": 8, "model_type": "llama"}
+    tower = vision_config("llava").vision_config.to_dict()
     special: dict[str, Any] = {"image_token_id": PLACEHOLDER, "eos_token_id": 4, "pad_token_id": 0}
     if family == "gemma3":
-        kind = "gemma3_text"
         text |= {"sliding_window": 64, "query_pre_attn_scalar": 8, "layer_types": None, "rope_parameters": None}
-        tower |= {"model_type": "siglip_vision_model"}
-    elif family == "pixtral":  # Mistral's models have LLaVA's class
-        name, tower = "llava", {"model_type": "pixtral", "hidden_size": 16, "num_attention_heads": 2, "patch_size": 4}
-    elif family != "llava_onevision":
-        tower |= {"model_type": {"idefics3": "idefics3_vision"}.get(family, "smolvlm_vision")}
-    config = AutoConfig.for_model(name, text_config=text | {"model_type": kind}, vision_config=tower, **special)
+        text, tower = text | {"model_type": "gemma3_text"}, tower | {"model_type": "siglip_vision_model"}
+    elif family == "idefics3":
+        tower |= {"model_type": "idefics3_vision"}
+    config = AutoConfig.for_model(family, text_config=text, vision_config=tower, **special)
     model: Any = AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(tmp_path)
-    for file in folders["llava"].glob("*token*"):
+    for file in (*folders["llava"].glob("*token*"), folders["llava"] / "chat_template.jinja"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "chat_template.jinja").write_bytes((folders["llava"] / "chat_template.jinja").read_bytes())
     tokenizer = TargetFiles(section_of(tmp_path)).tokenizer
-    message = f"pictures of {name} are not supported: .*{UNREADABLE[family]}.*; those of LLaVA-1.5, LLaVA-NeXT"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"{family} are not supported: .*{UNREADABLE[family]}.* LLaVA-NeXT"):
         render_prompt(tokenizer, [asked("the cat", picture())])
     target = Target(TargetFiles(section_of(tmp_path)).load_model())
     prompt = render_prompt(tokenizer, [{"role": "user", "content": "the cat"}])
     ids = torch.tensor([list(prompt)])
     own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert decode(target, None, prompt, {-1}, 6).token_ids == own[0, len(prompt) :].tolist()
-
-
-def test_a_folder_without_an_image_processor_reads_text(folders: dict[str, Path], tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / name).write_bytes((folders["llava"] / name).read_bytes())
-    tokenizer = TargetFiles(section_of(tmp_path)).tokenizer
-    assert len(render_prompt(tokenizer, [{"role": "user", "content": "the cat"}])) == 5
-    with pytest.raises(UserError, match=r"cannot load an image processor .*preprocessor_config.json"):
-        render_prompt(tokenizer, [asked("the cat", picture())])
-
-
-@both
-def test_a_vision_language_target_loads_as_it_was_saved(family: str, folders: dict[str, Path]) -> None:
-    section = section_of(folders[family])
-    target, own = Target(TargetFiles(section).load_model()), make_vision_target(family)
-    assert target.name == type(own).__name__ and target.num_layers == 7
-    prompt = prompts_of(folders[family])[1]
-    assert decode(target, None, prompt, {-1}, 8).token_ids == generated(family, prompt, 8)
-    size = target_size(vision_config(family), TargetSection(model=""))
-    assert size.parameters == sum(p.numel() for p in own.parameters())
-    assert untaught("eagle3", target).config.rope_parameters.keys() == {"rope_type", "rope_theta"}  # no axes

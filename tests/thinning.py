@@ -1,10 +1,11 @@
-"""A few of many combinations, in which values still meet in pairs."""
+"""A few of many combinations, in which values still meet in pairs; and how many examples hypothesis tries."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
 
 EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 
@@ -40,3 +41,23 @@ def a_few(values: Iterable[Any], *fast: Any) -> list[Any]:
     assert all(value in values for value in fast), fast
     left = [value for value in values if value not in fast]
     return [*fast, *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=EXHAUSTIVE) for v in left)]
+
+
+MANY = 100  # examples
+
+
+def efforts(names: Iterable[str], *fast: str) -> list[Any]:
+    """(name, examples) of a test: few examples for those that are fast, and many for all, slow."""
+    return [*((name, 4) for name in fast), *(pytest.param(name, MANY, marks=pytest.mark.slow) for name in names)]
+
+
+def effort(examples: int, steps: int = 10) -> settings:
+    """The same examples in every run, whatever the time they take; `steps`: of a state machine."""
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        derandomize=True,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
