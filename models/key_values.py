@@ -194,6 +194,7 @@ class KeyValues:
         Args:
             new: numbers of committed columns, for `fill` to write.
         """
+        end = self.end  # slots before it may yet be committed
         places = [place for place, row in enumerate(kept) if row != place]
         for kind, buffer in self._buffers.items():
             rows = buffer[:, : len(kept)]
@@ -217,6 +218,7 @@ class KeyValues:
         self.lengths += new
         self._rebuilt(self.capacity)
         self.reserve(max(self.lengths, default=0))
+        self.end = max(self.end, end)
 
     def reserve(self, columns: int) -> None:
         """Makes room for so many columns, slots included."""

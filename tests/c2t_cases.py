@@ -42,7 +42,7 @@ def same_trees(a: Trees, b: Trees) -> bool:
 def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe over a drafter that was taught half of the recorded answers."""
     folder = tmp_path_factory.mktemp("c2t")
-    section, tokenizer = TargetSection(model=str(target_dir), dtype="float32"), make_tokenizer()
+    section = TargetSection(model=str(target_dir), dtype="float32")
     target = Target(TargetFiles(section).load_model("cpu"))
     _, drafter = pair_of("llama", None)  # of the same weights
     identity = TargetFiles(section).identity_of(target)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import huggingface_hub
 import pytest
+import transformers.utils.hub
 from datasets import config as datasets_config
 from huggingface_hub import CommitOperationAdd, constants
 from huggingface_hub.errors import (
@@ -131,7 +132,7 @@ class FakeHub:
             repo.branches[branch].append((commit_message, new))
         return SimpleNamespace(oid=repo.oid(branch))
 
-    def hf_hub_download(self, repo_id: str, filename: str, revision: str | None = None) -> str:
+    def hf_hub_download(self, repo_id: str, filename: str, revision: str | None = None, **_: Any) -> str:
         return str(self.snapshot_download(repo_id, revision, [filename]) / filename)
 
     def snapshot_download(self, repo_id: str, revision: str | None = None, allow_patterns: Sequence[str] = ()) -> Path:
@@ -169,7 +170,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
 
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub.hf_hub_download)
+    for module in (huggingface_hub, transformers.utils.hub):
+        monkeypatch.setattr(module, "hf_hub_download", hub.hf_hub_download)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets_config, "HF_HUB_OFFLINE", False)

@@ -28,8 +28,6 @@ class Along(Scripted):
         super().__init__([table(0)])
         self.table = table
 
-    def keep(self, rows: Sequence[int]) -> None: ...
-
     def rollback(self, lengths: Sequence[int]) -> None:
         raise AssertionError("nothing is rolled back here")
 

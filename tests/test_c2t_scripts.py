@@ -22,7 +22,7 @@ from draftsmith.eval.decoding.contenders import (
     loaded_proposer,
     main_contender,
 )
-from draftsmith.models.c2t import C2tConfig, read_c2t_config
+from draftsmith.models.c2t import C2tClassifier, C2tConfig, read_c2t_config
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
@@ -49,7 +49,7 @@ def test_from_answers_to_acceptance(place: Path, script: Callable[..., str], tmp
     script(c2t, rows, out)
     first, config = content_of(tmp_path / "c2t"), read_c2t_config(tmp_path / "c2t")
     assert {"config.json", "metrics.jsonl", "model.safetensors", "provenance.json", "recipe.yaml"} == set(first)
-    assert config == C2tConfig(negative_ratio=10.0, drafter=trees.about["drafter"])
+    assert config == C2tConfig(drafter=trees.about["drafter"])
     script(c2t, rows, out)
     assert content_of(tmp_path / "c2t") == first
     again = f"classifier.out={tmp_path / 'again'}", f"classifier.init_from={tmp_path / 'c2t'}"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from draftsmith.data_gen.c2t_labels.labelled_trees import Trees
+from draftsmith.models import c2t
 from draftsmith.models.c2t import C2tClassifier, C2tConfig, entropy, node_features, read_c2t_config
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import ClassifierSection
@@ -35,10 +36,10 @@ def test_a_separable_law_is_learnt() -> None:
     assert classifier.config == C2tConfig(hidden=12, drafter=drafter)
 
 
-@pytest.mark.parametrize("ratio", [None, 0.5, 2.0, 1e9])
-def test_every_epoch_draws_its_rejected_rows_anew(ratio: float | None) -> None:
-    accepted = made_trees(20, 100).accepted
-    section = ClassifierSection(negative_ratio=ratio, batch_size=64)
+@pytest.mark.parametrize("ratio", [1, 2, 10**9])
+def test_every_epoch_draws_its_rejected_rows_anew(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classifier_training, "NEGATIVES", ratio)
+    accepted, section = made_trees(20, 100).accepted, ClassifierSection(batch_size=64)
     positives, negatives = int(accepted.sum()), int((~accepted).sum())
     wanted = min(negatives, ratio * positives)
     epochs = []
@@ -133,12 +134,13 @@ def test_a_tenth_of_the_trees_calibrates_a_classifier() -> None:
 # The classifier's features and files.
 
 
-def test_features_equal_their_slow_twin() -> None:
+def test_features_equal_their_slow_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table(1)
     log_probs = torch.stack([table.row((token,)) for token in range(3)])  # [3, Vd]
     values = torch.tensor([[-0.5, -1.0, -math.inf], [0.0, -3.0, -9.0], [-2.0, -2.0, -2.5]])
     for over in (1, 4, VOCAB, 1000):
-        features = node_features(values, log_probs, 3, over)
+        monkeypatch.setattr(c2t, "ENTROPY_OVER", over)
+        features = node_features(values, log_probs, 3)
         assert features.shape == (3, 3, 3)
         for i, j in itertools.product(range(3), repeat=2):
             H = reference.entropy_in_nats(table((i,)), over)
@@ -155,7 +157,7 @@ def test_entropy_of_certain_and_of_broken_distributions() -> None:
 
 
 def test_a_classifier_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    config = C2tConfig(hidden=7, entropy_over=50, negative_ratio=3.5, drafter={"target": {"hidden_size": 64}})
+    config = C2tConfig(hidden=7, drafter={"target": {"hidden_size": 64}})
     classifier = C2tClassifier(config)
     features = torch.rand(4, 5, 3)
     for _ in range(2):  # over an older one, too

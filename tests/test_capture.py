@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from draftsmith.data_gen.states import capturing
 from draftsmith.data_gen.states.manifest import StoreManifest, entry_path, file_problem
 from draftsmith.data_gen.states.store import Store
-from draftsmith.data_gen.states.store_plan import StorePlan, estimated_bytes
+from draftsmith.data_gen.states.store_plan import StorePlan, check_room, estimated_bytes
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
@@ -100,6 +101,22 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     with pytest.raises(UserError, match=r"MB are still to be written to .* and 0\.1 MB are free there: make room"):
         capture(recipe_path, f"data.states={tmp_path / 'states'}")
     assert not (tmp_path / "states").exists()
+
+
+def test_written_rows_make_room_but_for_the_largest_shard(
+    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, written = load_recipe(recipe_path, [f"data.states={tmp_path}"]), SimpleNamespace(bytes=10**9)
+    wanted = StorePlan.of(recipe, rows_of(recipe), TargetFiles(recipe.target))
+    manifest = StoreManifest({}, SHARDS, {"config.json": {}})
+    largest = max(wanted.shape.bytes_of_shard(wanted.shards[number]) for number in range(SHARDS))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    free = largest
+    check_room(wanted, manifest, tmp_path, written)  # type: ignore[arg-type]
+    free = largest - 1
+    with pytest.raises(UserError, match="make room"):
+        check_room(wanted, manifest, tmp_path, written)  # type: ignore[arg-type]
 
 
 # Several processes.

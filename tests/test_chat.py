@@ -109,7 +109,9 @@ def test_setting_variables_adds_and_removes_nothing(tmp_path: Path, template: st
     ("template", "switches"),
     [
         ("{{ effort }}{{ messages[0].content }}", "effort"),
-        ("{% for m in messages %}{% if m.a %}{% set b = m.a %}{% endif %}{{ b }}{% endfor %}", "none"),
+        ("{% for m in messages %}{% set b = m.a %}{{ b }}{% endfor %}", "none"),
+        # A branch may leave it unset, which Jinja takes for reading it from outside.
+        ("{% for m in messages %}{% if m.a %}{% set b = m.a %}{% endif %}{{ b }}{% endfor %}", "b"),
         ("{% set b %}{{ c }}{% endset %}{% for c in b %}{{ c }}{% endfor %}", "c"),
         ("{% macro f(b, c=d) %}{{ b }}{{ c }}{% endmacro %}{{ f(1) }}", "d"),
         ("{% set b = b | default(false) %}{{ b }}", "b"),

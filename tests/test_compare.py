@@ -13,10 +13,10 @@ import yaml
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding import contenders
 from draftsmith.eval.decoding.contenders import Contender, named
-from draftsmith.eval.measured import evaluation
+from draftsmith.eval.measured import benchmarks, evaluation
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.measured.compared import load_all, split_overrides
-from draftsmith.models.loaded_models import LoadedModels
+from draftsmith.models import loaded_models
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import save_token_counts
 from draftsmith.recipes.errors import UserError
@@ -57,23 +57,26 @@ def test_one_contender_for_each_argument(place: Path) -> None:
         ["eval.max_prompts=2", "eval.also=[{name: lookup, proposer: prompt_lookup, tree: {policy: chain, nodes: 6}}]"],
         [
             *("eval.tree.nodes=8", "deep: eval.tree={policy: ddd, nodes: 9} ", str(place / "other.yaml")),
-            *(f"eval.drafter={place / 'other/drafter'}", "eval.tree.vocab_size=16", "eval.tree.nodes=8"),
+            *(f"other: eval.drafter={place / 'other/drafter'}", "eval.tree.vocab_size=16", "again: eval.tree.nodes=8"),
         ],
     )
     assert recipe.eval.max_prompts == 2
     assert [(c.name, c.tree.policy, c.tree.most, c.drafter and c.drafter.parent.name) for c in found] == [
-        (f"eagle3, tree of 12, {place / 'run/drafter'}", "eagle2", 12, "run"),
+        ("eagle3, tree of 12", "eagle2", 12, "run"),
         ("lookup", "chain", 6, None),
         ("eagle3, tree of 8", "eagle2", 8, "run"),
         ("deep", "ddd", 9, "run"),
         ("eagle3, chain of 3", "chain", 4, "other"),
-        (f"eagle3, tree of 12, {place / 'other/drafter'}", "eagle2", 12, "other"),
+        ("other", "eagle2", 12, "other"),
         ("eagle3, tree of 12, 16 tokens", "eagle2", 12, "run"),
-        ("eagle3, tree of 8 (2)", "eagle2", 8, "run"),  # the same again: how much does this machine waver?
+        ("again", "eagle2", 8, "run"),  # how much does this machine waver?
     ]
     # Single keys add to the recipe's, a section replaces it.
     assert found[2].tree.calls == 3 and found[3].tree.calls == 11
     assert found[6].token_counts == place / "run/token_counts.safetensors" and found[0].token_counts is None
+    twice = "--compare 'eval.tree.nodes=8', --compare 'eval.tree.nodes=8': all are called 'eagle3, tree of 8'; give"
+    (problem,) = problems_of(place / "recipe.yaml", "eval.tree.nodes=8", "eval.tree.nodes=8")
+    assert problem.startswith(twice)
     assert "other.yaml says eval.prompts None (here " in note and "eval.max_new_tokens 512 (here 24)" in note
 
 
@@ -87,7 +90,7 @@ def test_every_problem_of_every_recipe_at_once(place: Path, tmp_path: Path) -> N
         f"{broken}:4: `train.max_steps`",
         "eval.max_new_tokens is the same for all contenders",
         "did you mean `eval.tree.nodes`",
-        "--compare 'name only: ': name only: : no such recipe file",
+        "--compare 'name only: ': name only:: no such recipe file",
         "gone.yaml: no such recipe file",
     ):
         assert any(said in problem for problem in problems), (said, problems)
@@ -124,25 +127,23 @@ def test_contenders_are_called_what_drafts_and_their_tree(place: Path) -> None:
         return contenders.contender_of(recipe, section, "here")
 
     trees: dict[str, dict[str, Any]] = {
-        "tree of 60, 8 calls, top 10": {},
-        "tree of 60, 6 calls, top 10": {"draft_calls": 6},
-        "tree of 60, 6 calls, top 8": {"draft_calls": 6, "top_k": 8},
-        "ddd of 60, at 5 7 9": {"policy": "ddd"},
-        "ddd of 60, at every": {"policy": "ddd", "ddd": {"at": "every"}},
-        "svip of up to 40, h 0.3": {"policy": "svip"},
-        "svip of up to 40, h 0.5": {"policy": "svip", "svip": {"h": 0.5}},
-        "static tree of 26 (2)": {"policy": "static"},
+        "tree of 60": {},
+        "ddd of 60": {"policy": "ddd"},
+        "svip of up to 40": {"policy": "svip"},
+        "static tree of 26": {"policy": "static"},
         "tree of 60, 1,000 tokens": {"vocab_size": 1000},
         "sampled chain of 5": {"policy": "chain", "draw": "sampled"},
         "auto": {"policy": "auto"},
     }
-    found = named(
-        [*(contender(**tree) for tree in trees.values()), contender("eagle3, static tree of 26", policy="chain")]
-    )
-    assert [c.name.removeprefix("eagle3, ") for c in found[:-1]] == list(trees)
-    for clash in ("x", PLAIN):
-        with pytest.raises(UserError, match=f"'{clash}' is given twice"):
-            named([contender(clash), contender(clash)])
+    found = named([*(contender(**tree) for tree in trees.values()), contender("a static one", policy="static")])
+    assert [c.name.removeprefix("eagle3, ") for c in found] == [*trees, "a static one"]
+    clashes = {"eagle3, tree of 60": [contender(), contender(draft_calls=6)], "x": [contender("x"), contender("x")]}
+    clashes["eagle3, static tree of 26"] = [contender(policy="static"), contender("eagle3, static tree of 26")]
+    for name, two in clashes.items():
+        with pytest.raises(UserError, match=f"^here, here: all are called '{name}'; give each its own name"):
+            named(two)
+    with pytest.raises(UserError, match=f"^plain decoding, here: all are called '{PLAIN}'"):
+        named([contender(PLAIN)])
 
 
 # Checks.
@@ -189,12 +190,13 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
     counts = [row.pop("token_counts", None) for row in rows.values()]
     sections = [{"name": str(i), **row} for i, row in enumerate(rows.values())]
     monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("weights were loaded"))
-    monkeypatch.setattr(contenders, "load_draft_model", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(loaded_models, "load_draft_model", lambda *_: pytest.fail("weights were loaded"))
     plain = [section for section, each in zip(sections, counts, strict=True) if each is None]
     with pytest.raises(UserError) as raised:
         run_main(
-            *(acceptance, place / "recipe.yaml", f"eval.also={json.dumps(plain)}", "--compare", "eval.drafter=nowhere"),
-            *(f"eval.tree.vocab_size=16 eval.token_counts={each}" for each in counts if each),
+            *(acceptance, place / "recipe.yaml", f"eval.also={json.dumps(plain)}"),
+            *("--compare", "n: eval.drafter=nowhere"),
+            *(f"{Path(each).name}: eval.tree.vocab_size=16 eval.token_counts={each}" for each in counts if each),
         )
     problems = raised.value.problems
     assert len(problems) == len(rows)
@@ -222,7 +224,7 @@ def test_an_interrupted_run_leaves_the_older_one_whole(place: Path, tmp_path: Pa
     run_main(acceptance, *arguments)
     before = files()
     assert set(before) == {".lock", "acceptance.json", "generations.jsonl", "report.html"}
-    for owner, name in ((evaluation, "how_made"), (LoadedModels, "proposer"), (evaluation, "write_acceptance")):
+    for owner, name in ((evaluation, "how_made"), (benchmarks, "loaded_proposer"), (evaluation, "write_acceptance")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, interrupted)
             run_main(acceptance, *arguments, "eval.tree.nodes=4")

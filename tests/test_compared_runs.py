@@ -22,6 +22,7 @@ from draftsmith.eval.measured import benchmarks, evaluation
 from draftsmith.eval.measured.benchmarks import PLAIN, Bench, load_questions
 from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.page import files
+from draftsmith.models import loaded_models
 from draftsmith.models.chat import decode_answer
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import Sampling
@@ -53,12 +54,12 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
     )
     check_contenders(recipe, found)
     loads: list[str] = []
-    for name in ("loaded_target", "load_drafter", "load_draft_model"):
-        load = getattr(contenders, name)
-        monkeypatch.setattr(contenders, name, lambda *g, n=name, f=load, **m: (loads.append(n), f(*g, **m))[1])
+    for owner, name in ((TargetFiles, "load"), (loaded_models, "load_drafter"), (loaded_models, "load_draft_model")):
+        load = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *g, n=name, f=load, **m: (loads.append(n), f(*g, **m))[1])
     lineup = LoadedModels(TargetFiles(recipe.target))
     layers = {c.name: tuple(loaded_proposer(lineup, c).capture_layers) for c in found}
-    assert loads == ["loaded_target", "load_drafter", "load_draft_model", "load_drafter"]
+    assert loads == ["load", "load_drafter", "load_draft_model", "load", "load_drafter"]
     main = found[0].name
     assert layers == {main: (2, 3, 4), "lookup": (), "lm": (), "lm cut": (), "cut": (2, 3, 4), "b": (1, 5)}
     vocabularies = {c.name: loaded_drafting(lineup, c).vocab for c in found if c.proposer != "prompt_lookup"}

@@ -142,15 +142,12 @@ class Clocked:
     def __init__(self, clock: Clock, pace: float = 1) -> None:
         self.clock, self.pace = clock, pace
 
-    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.rows, self.reads, self.rounds = rows, 7.0, 0
+    def set_rows(self, kept: Sequence[int], new: int = 0, draws: Sequence[Draws] | None = None) -> None:
+        assert not kept, "no answer begins beside others, or ends before them, while costs are measured"
+        self.rows, self.reads, self.rounds = new, 7.0, 0
 
-    def changed(self, *_: object) -> None:
-        raise AssertionError("no answer begins, ends or is rolled back while costs are measured")
-
-    admit: Any = changed
-    keep: Any = changed
-    rollback: Any = changed
+    def rollback(self, lengths: Sequence[int]) -> None:
+        raise AssertionError("nothing is rolled back while costs are measured")
 
     def observe(self, committed: Committed) -> None:
         self.clock.now += self.pace * (self.reads + 50 * (0 < self.rounds < SETTLING))

@@ -15,7 +15,6 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoConfig
 
 from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, save_drafter
 from draftsmith.models.draft_tree import Committed, Drafting
@@ -28,7 +27,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import DrafterSection, TargetSection
 from draftsmith.train.run.initial_drafter import new_drafter, start_from
-from tests.conftest import make_target
+from tests.conftest import files_of, make_target
 from tests.pairs import KINDS, untaught
 from tests.thinning import a_few
 from tests.training_runs import SIX_STEPS, metrics, train, write_conversations
@@ -192,13 +191,7 @@ def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
     for kind in ("eagle", "poss"):
         saved(starts / kind, kind, loaded)
     elsewhere = Target(make_target(vocab_size=330))
-    save_drafter(
-        starts / "wide",
-        untaught("eagle", elsewhere),
-        TargetFiles(TargetSection(model="wide")).identity_of(elsewhere),
-        "",
-        {},
-    )
+    save_drafter(starts / "wide", untaught("eagle", elsewhere), files_of(elsewhere).identity_of(elsewhere), "", {})
     paths = {name: recipe_of(name) for name in ("poss", "poss over eagle3", "eagle")}
     for name, start, message in (
         ("poss", "eagle3.1", "kind eagle3.1, the recipe asks for poss-2"),
@@ -366,7 +359,7 @@ def test_a_cut_head_is_the_log_softmax_over_its_rows(family: str, kind: str) -> 
 def test_a_target_s_layout_names_tensors_of_its_checkpoint(family: str, tied: bool, tmp_path: Path) -> None:
     model = make_target(family, tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
-    found = target_layout(AutoConfig.from_pretrained(tmp_path), torch.bfloat16)
+    found = TargetFiles(TargetSection(model=str(tmp_path))).layout(torch.bfloat16)
     assert (found["architectures"], found["dtype"], found["tied"]) == ([type(model).__name__], "bfloat16", tied)
     assert found["model_type"] == model.config.model_type
     tensors = load_file(tmp_path / "model.safetensors")

@@ -81,26 +81,30 @@ class Buffers(RuleBasedStateMachine):
         self.rows = [row[:length] for row, length in zip(self.rows, lengths, strict=True)]
 
     @precondition(lambda self: len(self.rows) > 1)
-    @rule(seed=SEEDS)
-    def keep(self, seed: int) -> None:
-        """In any order. Behind what is committed, rows that go leave anything."""
+    @rule(lengths=st.lists(st.sampled_from([0, 1, 7, 40]), max_size=2), seed=SEEDS)
+    def keep(self, lengths: list[int], seed: int) -> None:
+        """In any order, and rows that come. Behind what is committed, rows that go leave anything."""
         count = len(self.rows)
         kept = random.Random(seed).sample(range(count), random.Random(seed).randint(1, count))
         for layer in LAYERS:
             for buffer in self.store._views[layer]:
                 for row in set(range(count)) - set(kept):
                     buffer[row, :, self.store.lengths[row] : self.written] = math.nan
-        self.store.keep(kept)
+        self.store.set_rows(kept, lengths)
         self.rows = [self.rows[row] for row in kept]
+        self.fill(lengths, seed)
 
     @precondition(lambda self: len(self.rows) < 5)
     @rule(lengths=st.lists(st.sampled_from([0, 1, 7, 40]), min_size=1, max_size=2), seed=SEEDS)
     def admit(self, lengths: list[int], seed: int) -> None:
+        self.store.set_rows(range(len(self.rows)), lengths)
+        self.fill(lengths, seed)
+
+    def fill(self, lengths: list[int], seed: int) -> None:
+        """Columns of rows that came."""
         torch.manual_seed(seed)
-        before = len(self.rows)
-        self.store.admit(lengths)
-        self.written = max(self.written, *lengths)
-        for b, length in enumerate(lengths, start=before):
+        self.written = max(self.written, *lengths, 0)
+        for b, length in enumerate(lengths, start=len(self.rows)):
             new = self.columns(1, length)
             for place, layer in enumerate(LAYERS):
                 self.store.fill(b, layer, *new[place])
@@ -127,6 +131,20 @@ def test_what_new_slots_see_and_where_columns_stand(lengths: list[int]) -> None:
         assert positions[b, : length + 3].tolist() == [*range(length), 100, 101, 101]
 
 
+def test_slots_move_with_their_rows_until_they_are_committed() -> None:
+    store = KeyValues([(kind(1, 2), kind(1, 2))], [3, 1], capacity=8)
+    store.place(0, 2)
+    slots = torch.randn(2, 1, 2, 2)
+    store.write(0, slots, -slots)
+    for _ in range(2):
+        store.set_rows([1, 0])
+    store.commit([2, 2])
+    store.place(0, 1)
+    for sign, found in zip((1, -1), store.write(0, *torch.zeros(2, 2, 1, 1, 2)), strict=True):
+        for b, first in enumerate((3, 1)):
+            assert torch.equal(found[b, :, first : first + 2], sign * slots[b])
+
+
 @settings(effort(15))
 @given(counts=st.lists(st.sampled_from([1, 1, 2, 5, 130]), min_size=1, max_size=4), rows=st.integers(1, 3), seed=SEEDS)
 def test_drafted_slots_see_their_ancestors_and_themselves(counts: list[int], rows: int, seed: int) -> None:
@@ -144,9 +162,6 @@ def test_drafted_slots_see_their_ancestors_and_themselves(counts: list[int], row
         else:
             found = [[set((each.nonzero().flatten() + 1).tolist()) for each in row] for row in seen]
             assert found == [line[-count:] for line in lines]
-        if depth == 2 and rows == 3:
-            slots.keep(torch.tensor([2, 0]))
-            lines, levels = [lines[2], lines[0]], [levels[2], levels[0]]
 
 
 def test_attention_takes_what_a_gpu_s_kernel_returns(monkeypatch: pytest.MonkeyPatch) -> None:

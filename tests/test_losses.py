@@ -84,6 +84,8 @@ def test_losses_from_a_cold_start() -> None:
         found[name] = z
         if name in ("hard_ce", "log_acceptance"):
             torch.testing.assert_close(value, torch.tensor([60.0]))
+        if name == "reverse_kl":  # of a token that the target never takes: down to the smallest number
+            torch.testing.assert_close(value, -torch.tensor([torch.finfo(torch.float32).tiny]).log())
     assert found["total_variation"].abs().max() < 1e-20
     torch.testing.assert_close(found["log_acceptance"], found["hard_ce"])
     torch.testing.assert_close(found["hard_ce"], torch.softmax(logits, -1) - certain)

@@ -53,9 +53,14 @@ def place(tmp_path_factory: pytest.TempPathFactory, six_steps: Path, target_dir:
 def in_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the place, which must be left as it was."""
     monkeypatch.chdir(place)
-    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+
+    def content() -> dict[Path, int | None]:
+        """Of a folder its name alone: a lock may come and go in it."""
+        return {path: path.stat().st_mtime_ns if path.is_file() else None for path in place.rglob("*")}
+
+    before = content()
     yield
-    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+    assert content() == before
 
 
 def told(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -104,7 +109,7 @@ def test_all_mistakes_of_a_recipe_are_told_at_once(in_place: None) -> None:
     problems = problems_of("small.yaml", *(chosen[key][0] for key in sections_first))
     for _, key, fix in chosen.values():
         assert any(key in problem and re.search(fix, problem) for problem in problems), key
-    assert len(chosen) > 20
+    assert len(chosen) > 15
 
 
 def test_every_key_checks_its_type_and_is_meant_by_its_misspelling(in_place: None) -> None:

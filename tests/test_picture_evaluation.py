@@ -72,7 +72,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     )
     model, chain = {"model": section.model, "dtype": "float32", "device": "cpu"}, {"policy": "chain", "nodes": 4}
     evaluated = {"prompts": str(folder / "prompts.jsonl"), "drafter": str(folder / "vispec"), "max_new_tokens": LENGTH}
-    evaluated |= {"batch_size": 2, "bootstrap_samples": 100, "tree": {"nodes": 12, "draft_calls": 3, "top_k": 4}}
+    evaluated |= {"batch_size": 2, "tree": {"nodes": 12, "draft_calls": 3, "top_k": 4}}
     evaluated["also"] = [
         {"name": "eagle3", "drafter": str(folder / "eagle3"), "tree": chain},
         {"name": "itself", "proposer": "causal_lm", "draft_model": model, "tree": chain},

@@ -18,7 +18,7 @@ from draftsmith.eval.planner import search as planner
 from draftsmith.eval.planner.command import print_choice, recipe_keys
 from draftsmith.eval.planner.cost_model import Costs, Curve, family
 from draftsmith.eval.planner.measuring import SETTLING
-from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, candidates_of, ranked
+from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, as_yaml, candidates_of, ranked
 from draftsmith.eval.recorded.answers import RecordedAnswer, Recording
 from draftsmith.eval.recorded.replay import replay_all
 from draftsmith.models.loaded_models import LoadedModels
@@ -36,7 +36,7 @@ from tests.training_runs import run_main
 def linear_costs(trees: Sequence[TreeSection], node: float, call: float) -> Costs:
     """A forward over n nodes takes 1 + node * (n - 1) seconds, a draft call `call`."""
     nodes, free = Curve(((1.0, 1.0), (101.0, 1 + node * 100))), Curve(((1.0, 0.0), (101.0, 0.0)))
-    verify, rest = (dict.fromkeys(("chain", "tree"), each) for each in (nodes, free))
+    verify, rest = ({"chain": each, "tree": each} for each in (nodes, free))
     calls = Curve(((1.0, call), (101.0, call * 101)))
     return Costs(1.0, verify, rest, {family(tree): calls for tree in trees}, prompt=0.0, context=10)
 
@@ -46,19 +46,25 @@ def test_plain_decoding_wins_where_nothing_beats_it(
     node: float, call: float, gains: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trees = [tree_of(policy="chain", nodes=5), tree_of(policy="chain", nodes=3)]
-    contenders = named([Contender("", "drafter", tree, "test", "eagle3") for tree in trees])
+    contenders = [Contender(as_yaml(tree), "drafter", tree, "test", "eagle3") for tree in trees]
     answers = [RecordedAnswer([1, 2], [*range(9)], GREEDY, conversation_id=str(i)) for i in range(3)]
     rounds = {
         contender.name: [
             Generation(
-                [1, 2], [*range(9)], [most - 1] * count, False, tree_nodes=[most] * count, draft_calls=[1] * count
+                [1, 2],
+                [*range(9)],
+                [most - 1] * count,
+                False,
+                tree_nodes=[most] * count,
+                draft_calls=[1] * count,
+                tried=[most - 1] * count,
             )
             for _ in answers
         ]
         for contender, most, count in zip(contenders, (4, 2), (2, 4), strict=True)
     }
     costs = linear_costs(trees, node, call)
-    rows = ranked(costs, contenders, rounds, answers, 100, 0)
+    rows = ranked(costs, contenders, rounds, answers, 0)
     plan = Plan(costs, rows, Recording(Path("x")), answers, "all")
     print_choice(plan)
     said = capsys.readouterr().out
@@ -96,7 +102,7 @@ def recipe_path(place: Path, tmp_path: Path) -> Path:
     candidates = [{"policy": "chain", "nodes": 3}, {"nodes": 8, "draft_calls": 3, "top_k": 4}]
     candidates += [{"policy": "svip", "draft_calls": 4}]
     planner = {"answers": str(place / "answers.jsonl"), "max_answers": 4, "candidates": candidates}
-    recipe["eval"] = {"max_new_tokens": 12, "out": str(tmp_path / "out"), "bootstrap_samples": 100, "planner": planner}
+    recipe["eval"] = {"max_new_tokens": 12, "out": str(tmp_path / "out"), "planner": planner}
     recipe["eval"]["prompts"] = str(tmp_path / "prompts.jsonl")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "the dog"}\n')
     path = tmp_path / "recipe.yaml"

@@ -236,17 +236,36 @@ def test_the_proposer_draws_by_the_rows_that_go_on() -> None:
     tables, policy = [Table(row) for row in range(2)], Chain(3, None, Sampling(1.0))
     drafting = Scripted(tables)
     proposer = PolicyProposer(drafting, policy)
-    proposer.set_rows([], 1, [SeededDraws(0, 2)])
-    proposer.admit(1, [SeededDraws(0, 0)])
+    proposer.set_rows([], 2, [SeededDraws(0, 1), SeededDraws(0, 2)])
+    proposer.set_rows([1], 1, [SeededDraws(0, 0)])
     proposer.observe(Committed(None, [[9, 8, 2], [7, 0]], torch.zeros(2, 2, 1), [2, 1]))  # type: ignore[arg-type]
-    assert drafting.seen[:2] == [("reset", 1), ("admit", 1)]
+    assert drafting.seen[:2] == [("rows", [], 2), ("rows", [1], 1)]
     tree, _ = proposer.propose()
-    proposer.keep([1])
+    proposer.set_rows([1])
+    drafting.tables = [tables[1]]
+    proposer.observe(Committed(None, [[7, 0]], torch.zeros(1, 1, 1), [1]))  # type: ignore[arg-type]
     again, _ = proposer.propose()
     draws = SeededDraws(0, 0)  # of the row that was admitted
     for drawn in (tree.tokens[1], again.tokens[0]):
         alone, _ = policy.grow(Scripted([tables[1]]), roots(1), [draws])
         assert torch.equal(alone.tokens[0], drawn)
+
+
+class OnePass(Scripted):
+    """Drafts all levels in one forward pass, as block drafters do."""
+
+    def passes(self, levels: int) -> int:
+        return min(levels, 1)
+
+
+@pytest.mark.parametrize("drafter", [Scripted, OnePass])
+def test_the_drafter_counts_its_passes_and_the_policy_its_levels(drafter: type[Scripted]) -> None:
+    sharp, flat = Table(0, sharpness=(1e5,)), Table(0, sharpness=(0.1,))  # all of a chain, and its first token alone
+    proposer = PolicyProposer(drafter([sharp, flat]), Chain(5, Svip()))
+    proposer.observe(Committed(None, [[0], [2]], torch.zeros(2, 1, 1), [1, 1]))  # type: ignore[arg-type]
+    tree, calls = proposer.propose()
+    assert tree.tried == [5, 1]
+    assert calls == ([1, 1] if drafter is OnePass else [5, 1])
 
 
 # What a recipe's `tree` section describes.
@@ -281,8 +300,8 @@ def test_chains_are_drawn_only_where_the_recipe_says_so() -> None:
 
 
 def test_c2t_of_a_recipe(tmp_path: Path) -> None:
-    linear_classifier(1, 2, 3, 4, entropy_over=70).save(tmp_path)
+    linear_classifier(1, 2, 3, 4).save(tmp_path)
     policy = policy_of(TreeSection(policy="c2t", c2t=C2tSection(classifier=str(tmp_path), beta=0.4)))
     assert isinstance(policy, C2T)
     assert (policy.beta, policy.beam, policy.top_k, policy.draft_calls, policy.nodes) == (0.4, 15, 15, 10, None)
-    assert (policy.classifier.config.entropy_over, policy.classifier.output.bias.tolist()) == (70, [4.0])
+    assert policy.classifier.output.bias.tolist() == [4.0]

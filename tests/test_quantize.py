@@ -130,7 +130,8 @@ def test_the_precision_is_part_of_the_target_s_identity(wide_dir: Path, tmp_path
         TargetFiles.read(section_of(wide_dir, **settings)) for settings in ({}, {"quantization": "int4"})
     )
     assert quantised.identity["quantization"] == "int4, groups of 64"
-    assert target_changes(section_of(wide_dir, quantization=FAKE))["quantization"] == "fake int4, groups of 32"
+    fake = TargetFiles(section_of(wide_dir, quantization=FAKE))
+    assert fake.changes["quantization"] == "fake int4, groups of 32"
     assert {key for key in plain.identity if plain.identity[key] != quantised.identity[key]} == {"quantization"}
     for mine, theirs in ((plain, quantised), (quantised, plain)):
         written_by = {key: value for key, value in theirs.identity.items() if value is not None}

@@ -31,7 +31,6 @@ def test_every_problem_names_its_line_and_files_that_are_missing_come_with_them(
         (":3: ", "`target.dtype`"),
         (":5: ", "`data.prompts.1`"),
         ("override 'train.nothing=1': ", "unknown key `train.nothing`"),
-        (":8: ", "`eval.also.0.name`"),
         (":9: ", "`eval.also.0.tree.nodes`"),
         (":2: ", "`target.model`"),
         (":5: ", "`data.prompts.0`"),

@@ -1,5 +1,6 @@
 """Regeneration: the decoding pool against `generate`, and the file that no kill can hurt."""
 
+import json
 import random
 import shutil
 from collections import Counter
@@ -20,6 +21,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import TargetSession
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
@@ -168,6 +170,16 @@ def test_records_hold_every_turn_and_who_wrote_it(place: Workspace) -> None:
     assert sum(end - start for start, end in spans) == tokens
 
 
+def test_the_recipe_s_sampling_comes_before_the_target_s(place: Workspace) -> None:
+    place.ask(1)
+    path = place.target / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"top_k": 7}))
+    for given, wanted in (("null", 7), ("0", 0), ("5", 5)):
+        output = place.folder / given
+        place.run("data.generator.temperature=1", f"data.generator.top_k={given}", f"output_dir={output}")
+        assert [r["generator"]["top_k"] for r in place.records(output / "conversations.jsonl")] == [wanted]
+
+
 def test_every_prompt_has_the_date_of_the_first(
     place: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -198,6 +210,9 @@ def test_every_prompt_has_the_date_of_the_first(
         assert prompt_date(TargetFiles(recipe.target).tokenizer) == day
         assert (tmp_path / "other/prompt_date.txt").read_text() == f"{day}\n"
         shutil.rmtree(tmp_path / "other")
+    atomic_write(tmp_path / "other/prompt_date.txt", "2025-07-20\n")  # its own comes first
+    recipe = load_recipe(place.recipe, [dated, f"output_dir={tmp_path / 'other'}", f"data.conversations={place.path}"])
+    assert prompt_date(TargetFiles(recipe.target).tokenizer) == "2025-07-20"
     kept.write_text("July\n")
     with pytest.raises(UserError, match=r"prompt_date\.txt: 'July' is not a date"):
         place.run(dated)

@@ -166,7 +166,7 @@ def test_training_curves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [2, 24])
 def test_the_comparison_numbers_every_contender_where_it_stands(count: int, tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path, bootstrap_samples=100)
+    recipe = make_recipe(tmp_path)
     names = (MAIN, *(f"tree {i}" for i in range(1, count)))
     evaluate(recipe, [("a", None, str(i), 1) for i in range(4)], contenders=names)
     content = report_files.read_acceptance(recipe.eval_out / "acceptance.json")

@@ -113,7 +113,7 @@ def test_a_drafter_is_trained_drafts_and_is_exported_whatever_rotation_its_targe
     config = eagle_config(drafter.config, "", torch.float32)
     for spelling in ("rope_parameters", "rope_scaling"):  # of transformers 5, and of 4
         told = {key: value for key, value in config.items() if key != spelling}
-        tensors = dict.fromkeys(("d2t", "lm_head.weight", "norm.weight"))
+        tensors: dict[str, Any] = dict.fromkeys(("d2t", "lm_head.weight", "norm.weight"))
         assert read_config(told, target.config, tensors).rope_parameters == rope
 
 
@@ -159,4 +159,4 @@ def test_a_target_with_a_rotation_that_cannot_be_is_refused_from_its_config(
     section = TargetSection(model=str(tmp_path))
     with pytest.raises(UserError, match=reason):
         Eagle3Config.for_target(TargetFiles(section).config, 320, (1, 2, 3), 320)
-        target_size(TargetFiles(section).config, section)
+        _ = TargetFiles(section).size

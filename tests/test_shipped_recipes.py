@@ -76,7 +76,8 @@ def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> Path:
 def inputs(recipe: Recipe, folder: Path) -> list[str]:
     """Overrides that name prompts, pictures and corpora of the recipe's kinds."""
     asked = [{"id": f"q{i}", "turns": [f"the cat sat {i}", "and then"][: 1 + i % 2]} for i in range(12)]
-    overrides = [f"eval.prompts={write_lines(folder / 'benchmark.jsonl', asked[:2])}"]
+    others = [{"id": f"e{i}", "turns": [f"the dog ran {i}", "and then"][: 1 + i]} for i in range(2)]
+    overrides = [f"eval.prompts={write_lines(folder / 'benchmark.jsonl', others)}"]
     if recipe.reprompts:  # twelve pictures with captions, as LLaVA-Pretrain has them
         records = []
         for i in range(12):
@@ -101,7 +102,7 @@ data.generator.max_new_tokens=16 train.max_steps=3 train.warmup_steps=1 train.mi
 train.save_every_steps=2 train.log_every_steps=1 train.validation_conversations=2 eval.max_prompts=2
 eval.max_new_tokens=12 eval.tree.nodes=12 eval.tree.draft_calls=3
 """
-LABELS = ["labels.draft_calls=2", "labels.top_k=60", "classifier.epochs=2", "classifier.validation_share=0.3"]
+LABELS = ["labels.draft_calls=2", "labels.top_k=60", "classifier.epochs=2", "classifier.validation_share=0.5"]
 
 
 def shrunken(name: str, recipe: Recipe, folder: Path) -> list[str]:

@@ -298,9 +298,11 @@ def test_what_cannot_be_rolled_back_is_refused_by_name_before_weights_are_read(
     AutoConfig.for_model(family, **overrides).save_pretrained(tmp_path)  # and no weights at all
     make_tokenizer().save_pretrained(tmp_path)
     section = TargetSection(model=str(tmp_path))
-    for load in (load_config, load_tokenizer, load_causal_lm):
+    for read in ("config", "tokenizer", "size"):
         with pytest.raises(UserError, match=rf"^target\.model: {family} .*{reason}"):
-            load(section)
+            getattr(TargetFiles(section), read)
+    with pytest.raises(UserError, match=rf"^target\.model: {family} .*{reason}"):
+        TargetFiles(section).load_model()
 
 
 # Positions as distances between places in the cache: siblings would stand behind each other.
@@ -319,7 +321,7 @@ def test_decoders_that_cannot_verify_trees_are_refused(family: str, tmp_path: Pa
         Target(model)
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=rf"^draft_model\.model: .*{reason}") as caught:
-        load_draft_model(TargetSection(model=str(tmp_path)))
+        load_draft_model(TargetFiles(TargetSection(model=str(tmp_path))))
     assert "target.model" not in str(caught.value)
 
 

@@ -133,7 +133,8 @@ def test_gradients_are_divided_by_the_columns_of_all_ranks(
 
 def test_micro_batches_of_all_processes_make_a_step(recipe_path: Path) -> None:
     recipe, shape = load_recipe(recipe_path, ["train.gradient_accumulation_steps=3"]), SimpleNamespace(to_dict=dict)
-    assert run_identity(recipe, shape, {}, 2, {}, None)["micro-batches a step"] == 6  # type: ignore[arg-type]
+    identity = run_identity(recipe, TargetFiles(recipe.target), shape, {}, 2, {}, None)  # type: ignore[arg-type]
+    assert identity["micro-batches a step"] == 6
 
 
 def test_changed_vocabulary_or_data_under_a_checkpoint_is_refused(done_path: Path) -> None:

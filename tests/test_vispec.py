@@ -49,7 +49,6 @@ EYES: dict[str, tuple[str, dict[str, Any], int, Any, Any]] = {  # base, own, ste
     "one token": ("eagle", {"compressed_tokens": 1}, 3, True, HASS),
     "three tokens": ("eagle", {"compressed_tokens": 3, "attention_bias": True}, 2, False, HASS),
     "none": ("eagle", {"compressed_tokens": 0, "fc_bias": False}, 2, True, HASS),
-    "whole passes": ("eagle", {"compressed_tokens": 2, "num_layers": 2}, 3, True, HASS),
     "two layers": ("eagle", {"compressed_tokens": 2, "num_layers": 2}, 2, False, HASS),
     "over eagle3": ("eagle3", {"compressed_tokens": 2, "fc_norm": True}, 3, False, EAGLE3),
     "over eagle3, none": ("eagle3", {"compressed_tokens": 0, "norm_output": True}, 2, False, EAGLE3),
@@ -57,10 +56,10 @@ EYES: dict[str, tuple[str, dict[str, Any], int, Any, Any]] = {  # base, own, ste
     "specialists": ("eagle", {"compressed_tokens": 2, **ONE_EACH}, 3, "specialists", EAGLE),
     "over eagle3, specialists": ("eagle3", TWO_EACH | {"norm_output": True}, 3, False, EAGLE3),
 }
-CASES = {name: Case("vispec", *case, whole_passes=name == "whole passes") for name, case in EYES.items()}
+CASES = {name: Case("vispec", *case) for name, case in EYES.items()}
 for name in ("over eagle3", "over eagle3, specialists"):
     CASES[name] = replace(CASES[name], step_weight=0.8, draft_tokens=36)
-each_case = pytest.mark.parametrize("name", a_few(CASES, "three tokens", "whole passes", "over eagle3", "specialists"))
+each_case = pytest.mark.parametrize("name", a_few(CASES, "three tokens", "two layers", "over eagle3", "specialists"))
 PLACEHOLDER = 1
 # Of each text: its tokens, and (first, tokens) of its pictures. Two of them touch; one begins its text; one has fewer
 # columns than three compressed tokens; one text has none.
