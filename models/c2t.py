@@ -28,7 +28,7 @@ from torch import nn
 from draftsmith.models.checkpoint import FILES, differences
 from draftsmith.recipes.errors import UserError, first_line, quoted
 from draftsmith.recipes.files.atomic import atomic_folder, current_folder
-from draftsmith.recipes.schema import Size
+from draftsmith.recipes.sections.base import Size
 
 FEATURES = 3  # P, H, d
 ENTROPY_OVER = 1000  # the paper's M: number of likeliest tokens that H covers

@@ -26,7 +26,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 
 
 def load_draft_model(files: TargetFiles) -> Target:

@@ -35,7 +35,7 @@ from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.layers import for_products
 from draftsmith.models.prompt import DecoderInputs
 from draftsmith.models.target_columns import TextColumns
-from draftsmith.recipes.schema import Detach
+from draftsmith.recipes.sections.train import Detach
 
 # For each layer: keys and values of steps 1, 2, ... of the counted columns, [B, G, C, D] each.
 OwnColumns = list[tuple[list[torch.Tensor], list[torch.Tensor]]]

@@ -19,7 +19,7 @@ from draftsmith.models.picture_prompts import PictureProcessor, in_parts
 from draftsmith.models.prompt import Prompt, RenderError
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.picture_parts import pictures_of
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 
 Message = dict[str, Any]
 

@@ -26,7 +26,7 @@ from draftsmith.models.quantize import precision_name, quantized_bytes
 from draftsmith.models.target import decoder_layers, device_name
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError, first_line
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 
 if TYPE_CHECKING:
     from draftsmith.models.target_files import TargetFiles

@@ -23,7 +23,7 @@ from draftsmith.models.prompt import DecoderInputs
 from draftsmith.models.rotation import PLAIN, drafters_rotation
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import Detach
+from draftsmith.recipes.sections.train import Detach
 
 
 @dataclass(frozen=True)

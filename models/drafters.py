@@ -27,7 +27,7 @@ from draftsmith.models.vispec import (
 )
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import DrafterSection
+from draftsmith.recipes.sections.drafter import DrafterSection
 
 
 @dataclass(frozen=True)

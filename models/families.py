@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import MOST_COUNTED
+from draftsmith.recipes.sections.base import MOST_COUNTED
 
 # Cache layers of transformers that can drop rejected tokens. A dummy is empty: its layer reads an earlier one's keys.
 _FULL, _SLIDING, _DUMMY = "DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.picture_files import store_picture
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 
 END_OF_LINE = "<|extra_200|>"  # Emu3's
 

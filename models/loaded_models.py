@@ -14,7 +14,7 @@ from draftsmith.models.drafter_base import Drafter
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.schema import QuantizationSection, TargetSection
+from draftsmith.recipes.sections.target import QuantizationSection, TargetSection
 
 
 def drafting_dtype(target: Target) -> torch.dtype | None:

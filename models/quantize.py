@@ -36,7 +36,7 @@ from torch.nn import functional
 
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, first_line
-from draftsmith.recipes.schema import QuantizationSection
+from draftsmith.recipes.sections.target import QuantizationSection
 
 # From so many rows on, int8 weights are cast to bfloat16 for an ordinary product: 46 ms instead of 54 for 16 rows of a
 # target of 107 M parameters, 97 instead of 168 for 60 (LOG.md).

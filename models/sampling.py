@@ -18,7 +18,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 if TYPE_CHECKING:
-    from draftsmith.recipes.schema import EvalSection
+    from draftsmith.recipes.sections.eval import EvalSection
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ import yaml
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe, output_problem
 from draftsmith.recipes.prompts.reader import check_source
-from draftsmith.recipes.schema import Recipe, TargetSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.target import TargetSection
 
 PROMPTS = "hf:HuggingFaceH4/ultrachat_200k:train_sft"
 DRAFT_VOCAB = 32_000  # EAGLE-3's
@@ -99,7 +100,7 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
     lines = f"""\
 # EAGLE-3.1 for {model}: {_count(files.size.parameters)} parameters, {depth} layers of width {hidden:,},
 # {vocabulary:,} tokens, {positions:,} positions. Written by `draftsmith init`. The numbers are a starting point, not a
-# result: docs/recipes.md explains them, recipes/schema.py lists every key.
+# result: docs/recipes.md explains them, recipes/sections/ lists every key.
 #
 #   draftsmith run {shlex.quote(str(path))} --plan     # what it would take: files, tokens, memory, disk
 #   draftsmith run {shlex.quote(str(path))}            # answers, draft vocabulary, drafter, acceptance; resumable

@@ -45,7 +45,7 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, first_line, quoted
 from draftsmith.recipes.files.hub import check_model
 from draftsmith.recipes.files.json_text import parse_json
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 
 # Sizes far beyond those of any model.
 LARGEST = {

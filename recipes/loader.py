@@ -20,7 +20,8 @@ from pydantic.fields import FieldInfo
 from draftsmith.recipes.errors import UserError, first_line, quoted
 from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, benchmark_of
 from draftsmith.recipes.prompts.sources import check_source, file_sources
-from draftsmith.recipes.schema import ImpossibleSettings, Recipe
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.base import ImpossibleSettings
 
 KeyPath = tuple[str | int, ...]
 

@@ -15,7 +15,8 @@ from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import Recipe, TargetSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.target import TargetSection
 from tests.pairs import PROMPTS, greedy, pair_of
 
 

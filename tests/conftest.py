@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests import shared
 
 # Models this small are faster on one thread, and tests side by side do not wait for each other; children inherit it.

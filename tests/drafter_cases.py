@@ -15,7 +15,7 @@ from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.prompt import DecoderInputs
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import Detach, StepWeight
+from draftsmith.recipes.sections.train import Detach, StepWeight
 from draftsmith.train.loss.losses import LossWeights
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, teacher_of
 from tests.conftest import make_target

@@ -7,7 +7,7 @@ from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
 
 CHAIN = TreeSection(policy="chain", nodes=5)
 

@@ -14,7 +14,7 @@ from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
 from tests.pairs import blurred_copy, greedy, pair_of
 from tests.scripted_drafting import linear_classifier
 

@@ -16,7 +16,7 @@ from draftsmith.models.adapter import CONFIG, WEIGHTS, adapter_digest
 from draftsmith.models.checkpoint import check_identity
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import make_target
 from tests.replay_cases import conversation, write_lines
 

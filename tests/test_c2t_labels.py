@@ -15,7 +15,7 @@ from draftsmith.data_gen.c2t_labels.labelling import Labelled, label
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.models import c2t
 from draftsmith.models.draft_tree import Committed
-from draftsmith.recipes.schema import LabelSection
+from draftsmith.recipes.sections.train import LabelSection
 from tests import reference
 from tests.c2t_cases import made_trees, same_trees
 from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, unasked_target

@@ -14,7 +14,7 @@ from draftsmith.data_gen.c2t_labels.labelled_trees import Trees
 from draftsmith.models import c2t
 from draftsmith.models.c2t import C2tClassifier, C2tConfig, entropy, node_features, read_c2t_config
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import ClassifierSection
+from draftsmith.recipes.sections.train import ClassifierSection
 from draftsmith.train.run import classifier as classifier_training
 from draftsmith.train.run.classifier import epoch_batches, rate_of, rates, split, train_classifier, validate
 from tests import reference

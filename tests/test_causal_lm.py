@@ -13,7 +13,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import make_target
 from tests.decoding import decode_batch
 

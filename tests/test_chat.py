@@ -20,7 +20,7 @@ from draftsmith.models.chat import (
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 
 USER = [{"role": "user", "content": "the cat"}]

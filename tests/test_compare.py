@@ -22,7 +22,7 @@ from draftsmith.models.vocab import save_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import ContenderSection, TreeSection
+from draftsmith.recipes.sections.eval import ContenderSection, TreeSection
 from tests.compare_cases import place as place
 from tests.compare_cases import save_untrained
 from tests.conftest import make_target, make_tokenizer

@@ -31,7 +31,7 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
-from draftsmith.recipes.schema import ProposerName, TreeSection
+from draftsmith.recipes.sections.eval import ProposerName, TreeSection
 from tests.compare_cases import place as place
 from tests.report_cases import Page
 from tests.thinning import a_few

@@ -19,7 +19,10 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import DataSection, EvalSection, Recipe, TargetSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.data import DataSection
+from draftsmith.recipes.sections.eval import EvalSection
+from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run import inputs
 from tests.training_runs import run_main
 

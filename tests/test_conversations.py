@@ -16,7 +16,7 @@ from draftsmith.models.chat import RenderError, decode_answer, render_prompt, to
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 from tests.replay_cases import write_lines as write
 from tests.training_runs import run_main

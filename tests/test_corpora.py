@@ -25,7 +25,7 @@ from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import RankingSource
+from draftsmith.recipes.sections.data import RankingSource
 from tests.conftest import VOCAB_SIZE, make_tokenizer
 from tests.ranking_cases import (
     Script,

@@ -41,7 +41,7 @@ from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.sampling import GREEDY, Draws, Sampling
 from draftsmith.models.target import Target
 from draftsmith.models.target_session import TargetSession
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
 from tests import reference
 from tests.clock import Clock
 from tests.conftest import make_target

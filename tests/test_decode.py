@@ -25,7 +25,7 @@ from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target
 from draftsmith.models.target_session import TargetSession
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
 from tests import reference
 from tests.clock import Clock as WallClock
 from tests.conftest import make_target

@@ -14,7 +14,7 @@ from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.target import Target
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
 from tests.conftest import make_target
 from tests.decoding import decode_batch
 from tests.pairs import PROMPTS, greedy, pair_of, untaught

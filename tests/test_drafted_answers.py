@@ -12,7 +12,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.pairs import taught, untaught
 from tests.test_regenerate import Workspace
 from tests.test_regenerate import place as place  # the fixture

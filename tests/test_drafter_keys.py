@@ -7,7 +7,9 @@ import pytest
 import yaml
 
 from draftsmith.recipes.loader import dump_recipe, load_recipe
-from draftsmith.recipes.schema import DrafterSection, TrainSection, other_than_published
+from draftsmith.recipes.published import other_than_published
+from draftsmith.recipes.sections.drafter import DrafterSection
+from draftsmith.recipes.sections.train import TrainSection
 from tests.recipe_cases import SMALLEST, problems_of
 from tests.recipe_cases import write as write
 

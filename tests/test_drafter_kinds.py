@@ -25,7 +25,8 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import DrafterSection, TargetSection
+from draftsmith.recipes.sections.drafter import DrafterSection
+from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run.initial_drafter import new_drafter, start_from
 from tests.conftest import files_of, make_target
 from tests.pairs import KINDS, untaught

@@ -16,7 +16,7 @@ from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import GuidanceSection, TargetSection
+from draftsmith.recipes.sections.target import GuidanceSection, TargetSection
 from tests.decoding import decode_batch
 from tests.image_cases import VOCABULARY, make_image_target
 

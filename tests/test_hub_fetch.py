@@ -20,7 +20,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.hub import check_dataset, check_model
 from draftsmith.recipes.prompts.reader import Rejects, read_conversations
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.export_cases import save_target, target_of
 from tests.hub_cases import CARD, FakeHub, files_of, refused
 from tests.hub_cases import checkpoint as checkpoint

@@ -23,7 +23,8 @@ from draftsmith.models.formats.foreign import probe_head, probe_log_probs
 from draftsmith.models.formats.importing import import_drafter, read_for
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection, TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import VOCAB_SIZE, files_of
 from tests.decoding import decode_batch
 from tests.export_cases import (

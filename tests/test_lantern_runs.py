@@ -22,7 +22,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.compare_cases import place as text_place
 from tests.image_cases import CODES, VOCABULARY, make_image_target
 from tests.report_cases import Page

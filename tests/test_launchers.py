@@ -14,7 +14,7 @@ import yaml
 from accelerate.utils import DeepSpeedPlugin
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TrainSection
+from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train.run.accelerator import accelerator_of, launcher_plugin, with_recipe_settings
 from tests.test_processes import Place, check_same
 from tests.training_runs import fresh_accelerator

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from draftsmith.models.checkpoint import read_drafter
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import LoraSection
+from draftsmith.recipes.sections.drafter import LoraSection
 from draftsmith.train.run.lora import add_lora, merge_lora
 from tests.export_cases import drafter_named
 from tests.training_runs import metrics, train

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import TokenObjective, TrainSection
+from draftsmith.recipes.sections.train import TokenObjective, TrainSection
 from draftsmith.train.loss import head_loss
 from draftsmith.train.loss.head_loss import HeadLoss, Teacher
 from draftsmith.train.loss.losses import Lesson, LossWeights, feature_regression

@@ -29,7 +29,7 @@ from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, cut_vocab
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
 from tests.conftest import make_target
 from tests.decoding import decode_batch, decode_queue
 from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, pair_of_kind

@@ -24,7 +24,7 @@ import pytest
 from draftsmith.recipes.command.stages import SCRIPTS
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import DrafterSection
+from draftsmith.recipes.sections.drafter import DrafterSection
 
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {

@@ -16,7 +16,7 @@ from draftsmith.data_gen.server import generator as server_generator
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.clock import on
 from tests.fake_server import STOP, FakeServer, expected
 from tests.regeneration_place import RegenerationPlace

@@ -25,7 +25,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vision import PictureReader
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.replay_cases import write_lines
 from tests.report_cases import evaluate, make_recipe, page_of
 from tests.test_vision import generated

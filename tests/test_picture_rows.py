@@ -20,7 +20,9 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.prompts.records import to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import EvalSection, Recipe, TargetSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.eval import EvalSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import VOCAB_SIZE
 from tests.replay_cases import write_lines
 from tests.thinning import a_few

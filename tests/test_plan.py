@@ -29,7 +29,8 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import TargetSection, TrainSection
+from draftsmith.recipes.sections.target import TargetSection
+from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 from draftsmith.train.measure import memory as peak_memory

@@ -25,7 +25,7 @@ from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
 from tests.c2t_cases import place as place
 from tests.planner_cases import KINDS, tree_of
 from tests.training_runs import run_main

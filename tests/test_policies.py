@@ -22,7 +22,7 @@ from draftsmith.eval.decoding.policies import (
 from draftsmith.eval.decoding.stopping import Ddd, Svip, SvipTree
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
-from draftsmith.recipes.schema import C2tSection, DddSection, SvipSection, TreeSection
+from draftsmith.recipes.sections.eval import C2tSection, DddSection, SvipSection, TreeSection
 from tests import reference
 from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, linear_classifier, linear_confidence, paths_of, roots
 

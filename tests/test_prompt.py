@@ -20,7 +20,7 @@ from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.prompt import EmbeddingInsert, PlacedInsert, Prompt
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.train.loss.unroll import UnrollSums, teacher_of
 from draftsmith.train.run.batches import collate, collate_as
 from draftsmith.train.run.run_identity import rows_digest

@@ -15,7 +15,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import DUPLICATE, questions, read_conversations, read_training_prompts
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import DataSection
+from draftsmith.recipes.sections.data import DataSection
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}

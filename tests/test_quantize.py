@@ -31,7 +31,8 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import QuantizationSection, TargetSection, TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
+from draftsmith.recipes.sections.target import QuantizationSection, TargetSection
 from tests import reference
 from tests.compare_cases import place as place
 from tests.conftest import make_target, make_tokenizer

@@ -27,7 +27,7 @@ from draftsmith.models.vocab import (
 )
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import ContenderSection, TreeSection
+from draftsmith.recipes.sections.eval import ContenderSection, TreeSection
 from tests import reference
 from tests.conftest import VOCAB_SIZE, make_tokenizer
 from tests.ranking_cases import (

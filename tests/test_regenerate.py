@@ -24,7 +24,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.clock import on
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 from tests.decoding import decode, write_answers

@@ -22,7 +22,7 @@ from draftsmith.recipes.prompts.picture_parts import with_picture_parts
 from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import RepromptSection
+from draftsmith.recipes.sections.data import RepromptSection
 from tests.training_runs import run_main
 
 ROOT = Path(__file__).parent.parent

@@ -21,7 +21,7 @@ from draftsmith.models.formats.eagle import eagle_config, read_config
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 from tests.conftest import make_config, make_target
 from tests.decoding import decode, decode_batch

@@ -22,7 +22,7 @@ from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.train.loss.unroll import unroll
 from tests.conftest import make_target
 from tests.drafter_cases import CASES, STRUCTURES, VOCAB_SIZE, column_alone, drafter_of, embedder_of, inputs_of

@@ -17,7 +17,7 @@ from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sam import DynamicAutomaton, Match, StaticAutomaton
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
 from tests.decoding import decode_batch
 from tests.pairs import PROMPTS, greedy, pair_of
 from tests.replay_cases import assert_same_rounds, recorded

@@ -12,7 +12,7 @@ from draftsmith.models.sam import StaticAutomaton
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.compare_cases import also
 from tests.compare_cases import place as place
 from tests.replay_cases import write_lines

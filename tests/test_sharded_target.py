@@ -13,7 +13,8 @@ from draftsmith.models.costs import TargetSize, shared_out
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import Recipe, TargetSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run import accelerator
 from draftsmith.train.run.sharded_target import check_sharding
 from tests.conftest import make_target

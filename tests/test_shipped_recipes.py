@@ -24,7 +24,8 @@ from draftsmith.models.target import default_capture_layers
 from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import Recipe, other_than_published
+from draftsmith.recipes.published import other_than_published
+from draftsmith.recipes.schema import Recipe
 from draftsmith.train import c2t
 from tests.conftest import make_target, make_tokenizer
 from tests.thinning import a_few

@@ -25,7 +25,7 @@ from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
 from tests.conftest import make_target
 from tests.pairs import untaught
 from tests.sam_cases import CPU, beside, corpus_of, sam_alone

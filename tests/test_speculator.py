@@ -15,7 +15,8 @@ from draftsmith.models.sampling import Sampling
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import save_token_counts
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection, TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.compare_cases import save_untrained
 from tests.conftest import VOCAB_SIZE
 from tests.decoding import decode

@@ -21,7 +21,9 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import Recipe, TrainSection, TreeSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.eval import TreeSection
+from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, teacher_of
 from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
 from draftsmith.train.run.initial_drafter import new_drafter

@@ -35,7 +35,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import behind
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import make_target, make_tokenizer
 from tests.decoding import decode, write_answers
 from tests.pairs import greedy

@@ -23,7 +23,8 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import TargetSection, TrainSection
+from draftsmith.recipes.sections.target import TargetSection
+from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS
 from draftsmith.train.run import inputs

@@ -17,7 +17,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run.inputs import read_rows
 from draftsmith.train.run.loop import Loop
 from tests.thinning import a_few

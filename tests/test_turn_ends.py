@@ -12,7 +12,7 @@ from draftsmith.models.chat import decode_answer, render_prompt
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.turn_ends import answer_notes, stop_ids, turn_ends
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 
 # As SmolLM3 does it: tags around header, empty thought and answer; the prompt brings the first two in this mode.

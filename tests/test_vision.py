@@ -25,7 +25,8 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles, weight_digests
 from draftsmith.models.vision import PictureInsert
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection, TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
+from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run.batches import MicroBatch, collate, collate_as
 from tests.conftest import make_target
 from tests.decoding import decode, decode_batch

@@ -20,7 +20,7 @@ from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, PlacedInsert, Prompt
 from draftsmith.models.vispec import VisionDrafter
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.train.loss.unroll import UnrollSums, teacher_of, unroll
 from draftsmith.train.run.initial_drafter import start_from
 from tests.decoding import decode, decode_batch

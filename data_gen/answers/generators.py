@@ -27,7 +27,8 @@ from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError, collecting_problems
-from draftsmith.recipes.schema import Recipe, TreeSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.eval import TreeSection
 
 # Prompt tokens of one prefill, padding included. Bounds activations and padding. A CPU reads 1,024 at a time up to 1.8
 # times as fast as 8,192, as long as their activations fit its cache (LOG.md, 2026-11-28).

@@ -48,7 +48,9 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import output_problem
-from draftsmith.recipes.schema import LabelSection, Recipe, TreeSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.eval import TreeSection
+from draftsmith.recipes.sections.train import LabelSection
 
 
 def main(command: Command) -> None:

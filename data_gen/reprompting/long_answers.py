@@ -30,7 +30,9 @@ from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import StorePicture, file_sources
-from draftsmith.recipes.schema import Recipe, RepromptSection, as_list
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.base import as_list
+from draftsmith.recipes.sections.data import RepromptSection
 
 PLANNED = 200  # records that --plan reads
 

@@ -34,7 +34,7 @@ from draftsmith.data_gen.server.client import NEEDED, Client
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.prompt_date import today
 from draftsmith.recipes.prompts.pictures import UnusablePicture
-from draftsmith.recipes.schema import GeneratorSection
+from draftsmith.recipes.sections.data import GeneratorSection
 from draftsmith.recipes.server_urls import normalised_urls
 
 TRIES = 9  # of one prompt; those that reach no server are not counted

@@ -33,7 +33,8 @@ from draftsmith.recipes.prompts.reader import read_conversations, read_training_
 from draftsmith.recipes.prompts.records import Conversation, stored_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import records
-from draftsmith.recipes.schema import Recipe, as_list
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.base import as_list
 
 LeaveOut = Callable[[Conversation], str | None]  # gives the reason to leave a conversation out
 Key = tuple[str, str]  # words and pictures of a user turn, which equal turns share

@@ -17,7 +17,8 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.reader import Rejects
-from draftsmith.recipes.schema import RankingSource, Recipe
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.data import RankingSource
 
 CHARACTERS = 4  # of a token, for the plan
 SORTING_BYTES = 60  # a token at the peak of sorting; 57 measured by tools/bench/sam.py

@@ -26,7 +26,7 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.prompts.records import is_regenerated, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import RankingSource
+from draftsmith.recipes.sections.data import RankingSource
 
 # Tokenised at once, by the tokenizer's threads.
 BATCH_CHARACTERS = 1 << 20

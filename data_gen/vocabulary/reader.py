@@ -19,7 +19,7 @@ from draftsmith.recipes.files.input_files import DAMAGED, ending, matching, open
 from draftsmith.recipes.prompts.records import COLUMNS, LIST_COLUMNS, json_type
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 from draftsmith.recipes.prompts.sources import HUB_FORMS, hub_parts, open_dataset, records
-from draftsmith.recipes.schema import RankingSource
+from draftsmith.recipes.sections.data import RankingSource
 
 ANSWERS = "answers"
 TEXT_FIELD = "text"  # the recipe's default

@@ -39,12 +39,8 @@ from draftsmith.models.vocab import DraftVocab, always_inside, fill_text, load_t
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import current_folder
 from draftsmith.recipes.files.digest import file_digest
-from draftsmith.recipes.schema import (
-    ContenderSection,
-    Recipe,
-    SamSection,
-    TreeSection,
-)
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.eval import ContenderSection, SamSection, TreeSection
 
 
 def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Contender:

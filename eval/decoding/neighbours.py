@@ -19,7 +19,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
-from draftsmith.recipes.schema import AcceptanceSection
+from draftsmith.recipes.sections.eval import AcceptanceSection
 
 DISTANCES_AT_ONCE = 2**26  # 256 MB
 

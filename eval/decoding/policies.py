@@ -33,7 +33,7 @@ from draftsmith.models.c2t import C2tClassifier, node_features
 from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
 from draftsmith.models.sampling import GREEDY, Draws, Sampling, drawn_tokens
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
 
 
 class TreePolicy(Protocol):

@@ -1,6 +1,6 @@
 """The proposers that contenders choose from: what each needs, and how it is made, named and described.
 
-The schema has their names (`recipes.schema.ProposerName`) and the keys that go with each; a test compares the names.
+The section `eval` has their names (`ProposerName`) and the keys that go with each; a test compares the names.
 """
 
 from collections.abc import Callable
@@ -26,15 +26,8 @@ from draftsmith.models.target import checked_capture_layers, device_name
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, cut_by_file
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import (
-    AcceptanceSection,
-    QuantizationSection,
-    RouterSection,
-    SamSection,
-    SamSources,
-    TargetSection,
-    TreeSection,
-)
+from draftsmith.recipes.sections.eval import AcceptanceSection, RouterSection, SamSection, SamSources, TreeSection
+from draftsmith.recipes.sections.target import QuantizationSection, TargetSection
 
 PLAIN = "plain decoding"  # its row
 MIN_DRAFT_LENGTH = 6  # SpecMQuant's

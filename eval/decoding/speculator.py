@@ -28,7 +28,8 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import counts_of
 from draftsmith.recipes.errors import UserError, quoted
 from draftsmith.recipes.prompts.records import ROLES
-from draftsmith.recipes.schema import TargetSection, TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
+from draftsmith.recipes.sections.target import TargetSection
 
 
 def _check_kind(name: str, value: object, kinds: type | tuple[type, ...], example: str) -> None:

@@ -45,7 +45,8 @@ from draftsmith.recipes.prompts.picture_parts import pictures_of
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.reader import Conversation, Rejects, questions, read_conversations
 from draftsmith.recipes.prompts.sources import StorePicture, short_names
-from draftsmith.recipes.schema import Recipe, as_list
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.base import as_list
 
 PICTURE_MARK = " [picture] "  # in the report's questions
 

@@ -17,7 +17,9 @@ from draftsmith.eval.decoding.contenders import Contender, contenders_of, main_c
 from draftsmith.models.formats.named_drafters import with_measured_drafters
 from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import ContenderSection, Recipe, TargetSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.eval import ContenderSection
+from draftsmith.recipes.sections.target import TargetSection
 
 CONTENDER_KEYS = *(f"eval.{key}" for key in ContenderSection.model_fields if key != "name"), "eval.token_counts"
 SHARED = (

@@ -47,7 +47,8 @@ from draftsmith.recipes.files.atomic import partial_path, sync_to_disk
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.picture_files import data_url, store_picture
 from draftsmith.recipes.prompts.reader import Rejects
-from draftsmith.recipes.schema import Recipe, TreeSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.eval import TreeSection
 
 
 def main(command: Command) -> None:

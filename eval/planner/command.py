@@ -34,7 +34,8 @@ from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import Recipe, TreeSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.eval import TreeSection
 
 # plan.json's keys of a candidate and of a measured one; `eval.measured.metrics` defines them.
 PREDICTED = (

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.recipes.schema import CHAINS, TreeSection
+from draftsmith.recipes.sections.eval import CHAINS, TreeSection
 
 PROBED_NODES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # nodes to probe, up to the largest tree's
 BUSY = 0.2  # interquartile range over median of plain rounds; 0.35 and 0.46 with 18 processes on two cores

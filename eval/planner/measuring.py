@@ -30,7 +30,7 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.json_text import json_object
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
 
 PASSES = 6  # with 3, one slow moment of the machine changed the choice between trees 4 % apart
 ROUNDS = 9  # of a probe in each pass

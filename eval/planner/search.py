@@ -44,7 +44,8 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import Recipe, TreeSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.eval import TreeSection
 
 DEFAULT_CANDIDATES = (
     *({"policy": "chain", "nodes": tokens + 1} for tokens in range(1, 9)),

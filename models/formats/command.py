@@ -27,7 +27,9 @@ from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import current_folder
-from draftsmith.recipes.schema import ExportSection, Recipe, TargetSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.eval import ExportSection
+from draftsmith.recipes.sections.target import TargetSection
 
 
 def export_main(command: Command, recipe: Recipe | None) -> None:

@@ -33,7 +33,8 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_folder
-from draftsmith.recipes.schema import Recipe, TargetSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.target import TargetSection
 
 FILES = ("config.json", "model.safetensors", gguf_file.NAME, "README.md", "speculation_profile.json", "acceptance.png")
 EMBEDDINGS = "embed_tokens.weight"

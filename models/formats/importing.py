@@ -14,7 +14,8 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.loader import dump_recipe
-from draftsmith.recipes.schema import DrafterSection, Recipe
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.drafter import DrafterSection
 
 
 def is_ours(directory: Path) -> bool:

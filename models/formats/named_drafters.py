@@ -19,7 +19,8 @@ from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.files.atomic import current_folder
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
-from draftsmith.recipes.schema import Recipe, TargetSection
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.target import TargetSection
 
 HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 LONGEST_IMPORT = 3600.0  # seconds that the other processes of a run wait for the one that imports

@@ -94,7 +94,7 @@ def local_sources(sources: str | list[str] | None) -> list[Path]:
     """The local files of prompt sources."""
     from draftsmith.recipes.prompts.benchmarks import benchmark_of
     from draftsmith.recipes.prompts.sources import file_sources
-    from draftsmith.recipes.schema import as_list
+    from draftsmith.recipes.sections.base import as_list
 
     parts = [part for name in as_list(sources) for part in file_sources(name)]
     return _local_files([(benchmark_of(part) or (None, None))[1] or part for part in parts])

@@ -57,7 +57,8 @@ from draftsmith.recipes.prompts.picture_parts import as_picture_record
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import StorePicture, check_source, file_sources, records, short_names
-from draftsmith.recipes.schema import DataSection, as_list
+from draftsmith.recipes.sections.base import as_list
+from draftsmith.recipes.sections.data import DataSection
 
 DUPLICATE = "duplicate question"  # kind of reject
 

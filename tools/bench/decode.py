@@ -47,7 +47,8 @@ from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import TargetSection, TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
+from draftsmith.recipes.sections.target import TargetSection
 
 ROOT = Path(__file__).parents[2]
 GENERATE, PLAIN, ASSISTED = "transformers generate", "loop, no drafter", "transformers assisted"

@@ -29,7 +29,8 @@ from draftsmith.models.turn_ends import stop_ids
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import questions, read_conversations
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import CaptureSection, TargetSection
+from draftsmith.recipes.sections.data import CaptureSection
+from draftsmith.recipes.sections.target import TargetSection
 
 ROOT = Path(__file__).parents[2]
 ANSWERS: dict[int, list[int]] = {}  # the loop's

@@ -27,7 +27,8 @@ from draftsmith.models.chat import render_prompt
 from draftsmith.models.sampling import GREEDY
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.prompts.reader import Rejects
-from draftsmith.recipes.schema import TargetSection, TreeSection
+from draftsmith.recipes.sections.eval import TreeSection
+from draftsmith.recipes.sections.target import TargetSection
 
 ROOT = Path(__file__).parents[2]
 TREES = {

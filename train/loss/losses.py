@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from draftsmith.recipes.schema import TokenObjective
+from draftsmith.recipes.sections.train import TokenObjective
 
 HYBRID_DECAY = 3.0  # eta of lambda = exp(-eta alpha), as published
 

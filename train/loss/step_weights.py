@@ -23,7 +23,7 @@ Shapes: B rows, C counted columns, K steps.
 
 import torch
 
-from draftsmith.recipes.schema import StepWeight
+from draftsmith.recipes.sections.train import StepWeight
 
 FLOOR = 0.1
 

@@ -29,7 +29,7 @@ from draftsmith.models.layers import product_dtype
 from draftsmith.models.prompt import DecoderInputs
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import Detach, StepWeight
+from draftsmith.recipes.sections.train import Detach, StepWeight
 from draftsmith.train.attention.kernels import Kernel, kernel_for
 from draftsmith.train.attention.merged import merged_attention
 from draftsmith.train.loss.head_loss import HeadLoss, Teacher

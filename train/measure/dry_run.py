@@ -23,7 +23,7 @@ from draftsmith.models.drafters import build_drafter
 from draftsmith.models.families import scaled_logits
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import TrainSection
+from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train.attention.kernels import FLASH_CPU
 from draftsmith.train.loss.head_loss import elements_of
 from draftsmith.train.loss.unroll import add_noise, teacher_of

@@ -18,7 +18,8 @@ from draftsmith.models.costs import Device, TargetSize, target_forward_bytes
 from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.drafters import trainable_parameters
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.schema import CHAINS, Recipe
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.eval import CHAINS
 from draftsmith.train.measure.dry_run import LAYER, LOGITS, WEIGHT_SHAPED, dry_run
 
 CUDA_CONTEXT_BYTES = 500_000_000  # on a device, by CUDA itself

@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.recipes.command.launch import check_joined, world_size
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TrainSection
+from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train.run.processes import keep_group
 
 OLDEST_DEEPSPEED = "0.19"  # tested with 0.19.8; `Engine` reads attributes of its optimisers

@@ -16,7 +16,8 @@ from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.loader import dump_recipe, output_problem
-from draftsmith.recipes.schema import ClassifierSection, Recipe
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.train import ClassifierSection
 
 # Rejected rows for each accepted one; it shifts the scale of the confidence. The paper does not say how many.
 NEGATIVES = 10

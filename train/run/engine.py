@@ -28,7 +28,7 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TrainSection
+from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train.loss.unroll import TrainingTimeTest
 from draftsmith.train.run.settings import uses_bf16
 

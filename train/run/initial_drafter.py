@@ -13,7 +13,7 @@ from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import DrafterSection
+from draftsmith.recipes.sections.drafter import DrafterSection
 from draftsmith.train.run.lora import add_lora
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from draftsmith.models.drafter_base import Drafter
 from draftsmith.recipes.errors import UserError, quoted
-from draftsmith.recipes.schema import LoraSection
+from draftsmith.recipes.sections.drafter import LoraSection
 
 
 class LowRankSum(nn.Module):

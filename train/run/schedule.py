@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from draftsmith.recipes.schema import TrainSection
+from draftsmith.recipes.sections.train import TrainSection
 
 BATCHES_AHEAD = 4  # micro-batches with states that are read from a store before they are asked for
 

@@ -3,7 +3,7 @@
 import torch
 
 from draftsmith.models.drafter_base import Drafter
-from draftsmith.recipes.schema import TrainSection
+from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train.loss.losses import LossWeights
 from draftsmith.train.loss.unroll import TrainingTimeTest
 

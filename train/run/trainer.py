@@ -31,7 +31,8 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import dump_recipe
-from draftsmith.recipes.schema import Recipe, other_than_published
+from draftsmith.recipes.published import other_than_published
+from draftsmith.recipes.schema import Recipe
 from draftsmith.train.loss.unroll import kernel_of
 from draftsmith.train.measure.dry_run import row_flops
 from draftsmith.train.measure.plan import print_plan
