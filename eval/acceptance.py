@@ -3,7 +3,7 @@
     python eval/acceptance.py recipes/demo.yaml
     python eval/acceptance.py recipes/demo.yaml eval.max_prompts=4 eval.tree.nodes=20     # a quick look
     python eval/acceptance.py recipes/demo.yaml --plan                                    # what it would do
-    python eval/acceptance.py recipes/demo.yaml eval.mode=replay       # along recorded answers (`eval.recorded.replay`)
+    python eval/acceptance.py recipes/demo.yaml eval.mode=replay       # along recorded answers (`eval.replay.replay`)
     python eval/acceptance.py recipes/demo.yaml --compare \\
         "eval.tree.nodes=16" "ddd: eval.tree={policy: ddd}" "b: eval.drafter=runs/b/drafter" "c: other.yaml"
 
@@ -13,7 +13,7 @@ recipe's prompts and sampling apply to all. Writes <eval.out>/acceptance.json, g
 prints a table; eval/report.py rebuilds the report and the table without decoding.
 
 `eval.mode=replay` finds the same rounds along recorded answers, with the target out of the loop, and measures no speeds
-(`eval.recorded.replay`). For a tree of `policy: auto`, the planner (eval/plan.py) first chooses one.
+(`eval.replay.replay`). For a tree of `policy: auto`, the planner (eval/plan.py) first chooses one.
 """
 
 from argparse import ArgumentParser
@@ -30,7 +30,7 @@ def main() -> None:
         check_output(recipe)
         if not command.plan and recipe.eval.drafter is None and recipe.measures_drafter:
             require_files(made_by("train", recipe))
-    from draftsmith.eval.measured import evaluation
+    from draftsmith.eval.measurement import evaluation
 
     evaluation.main(command)
 

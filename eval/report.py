@@ -4,7 +4,7 @@
     python eval/report.py recipes/demo.yaml --plan                     # what it would read and write
 
 Reads <eval.out>/acceptance.json and generations.jsonl, which eval/acceptance.py writes, and the metrics.jsonl beside
-the drafter if there is one. `eval.measured.metrics` defines the numbers.
+the drafter if there is one. `eval.measurement.metrics` defines the numbers.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run
@@ -14,7 +14,7 @@ from draftsmith.recipes.command.inputs import require_files
 def main() -> None:
     command = parse_command(__doc__)
     require_files(("eval.out", command.recipe.eval_out / "acceptance.json", "evaluate"))
-    from draftsmith.eval.page import files as report_files
+    from draftsmith.eval.report_page import files as report_files
 
     report_files.main(command)
 

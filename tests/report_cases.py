@@ -12,9 +12,9 @@ import pytest
 
 from draftsmith.eval import report
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.measured.generation_log import record_of
-from draftsmith.eval.measured.metrics import summarise_all
-from draftsmith.eval.page import files as report_files
+from draftsmith.eval.measurement.generation_log import record_of
+from draftsmith.eval.measurement.metrics import summarise_all
+from draftsmith.eval.report_page import files as report_files
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe
 

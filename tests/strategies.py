@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.test_tools_and_thoughts import FORMS, THOUGHTFUL
+from tests.models.test_tools_and_thoughts import FORMS, THOUGHTFUL
 
 GOOD: list[dict[str, Any]] = [
     *FORMS.values(),

@@ -290,7 +290,7 @@ def head_of(recipe: Path) -> str:
 
 @pytest.mark.parametrize("path", scripts(ROOT), ids=lambda path: str(path.relative_to(ROOT)))
 def test_help_shows_commands_that_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--help` is the docstring (tests/test_command_line.py)."""
+    """`--help` is the docstring (tests/recipes/test_command_line.py)."""
     monkeypatch.chdir(ROOT)  # recipes name files relative to it
     doc = ast.get_docstring(parsed(path)) or ""
     name = str(path.relative_to(ROOT))

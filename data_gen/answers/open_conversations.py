@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.answers.generators import Asked, GeneratedAnswer
-from draftsmith.data_gen.server.chats import ChatPrompt
-from draftsmith.data_gen.server.generator import Unanswered
+from draftsmith.data_gen.server_client.chats import ChatPrompt
+from draftsmith.data_gen.server_client.generator import Unanswered
 from draftsmith.models.chat import RenderError, answer_message, as_text, reads_pictures, render_prompt
 from draftsmith.models.prompt import Prompt
 from draftsmith.recipes.prompts.picture_files import data_url

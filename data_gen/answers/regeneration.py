@@ -21,8 +21,8 @@ from draftsmith.data_gen.answers.generators import (
     resolve_sampling,
 )
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
-from draftsmith.data_gen.server.answers import Vocabulary
-from draftsmith.data_gen.server.generator import Servers, Unanswered
+from draftsmith.data_gen.server_client.answers import Vocabulary
+from draftsmith.data_gen.server_client.generator import Servers, Unanswered
 from draftsmith.data_gen.states.answer_states import AnswerStates, storing, wanted_states
 from draftsmith.data_gen.states.capturing import complete
 from draftsmith.data_gen.states.store_plan import WantedStates

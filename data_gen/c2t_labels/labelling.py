@@ -18,8 +18,8 @@ from draftsmith.eval.decoding.contenders import (
 )
 from draftsmith.eval.decoding.decode import Verified, decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
-from draftsmith.eval.measured.benchmarks import PLAIN
-from draftsmith.eval.recorded.answers import (
+from draftsmith.eval.measurement.benchmarks import PLAIN
+from draftsmith.eval.replay.answers import (
     RecordedAnswer,
     Recording,
     answer_tokens,
@@ -33,7 +33,7 @@ from draftsmith.eval.recorded.answers import (
     with_rounds,
     with_their_pictures,
 )
-from draftsmith.eval.recorded.replay import NO_TOKEN, Agreement, RecordedVerifier, read_states
+from draftsmith.eval.replay.replay import NO_TOKEN, Agreement, RecordedVerifier, read_states
 from draftsmith.models.c2t import node_features
 from draftsmith.models.costs import gigabytes
 from draftsmith.models.draft_tree import Drafting, DraftTree

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from docs.study.run import TREE, Table
-from draftsmith.eval.measured.metrics import bootstrap
+from draftsmith.eval.measurement.metrics import bootstrap
 
 CHAIN = "chain of 6"
 SEEDS = (0, 1, 2)

@@ -12,7 +12,7 @@ states, never with drafted ones. New prompts take the rows of answers that ended
 the device once, for its tokens. Stopping tests (`eval.decoding.policies`), drawn and padded trees when sampling,
 relaxed acceptance and SAM beside a drafter wait for more, and a causal LM reads its drafted tokens on the host.
 
-A `Verifier` is the target (`TargetVerifier`) or a recorded answer (`eval.recorded.replay`).
+A `Verifier` is the target (`TargetVerifier`) or a recorded answer (`eval.replay.replay`).
 """
 
 import itertools

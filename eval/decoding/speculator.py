@@ -18,7 +18,7 @@ import torch
 from draftsmith.eval.decoding.contenders import Contender, check_size, loaded_proposer, rule_of
 from draftsmith.eval.decoding.decode import Generation, TargetVerifier, decode
 from draftsmith.eval.decoding.proposers import check_drafter
-from draftsmith.eval.measured.metrics import tau
+from draftsmith.eval.measurement.metrics import tau
 from draftsmith.models.chat import Message, RenderError, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.families import positions_text, usable_positions

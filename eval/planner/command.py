@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.eval.decoding.contenders import Contender, main_contender
-from draftsmith.eval.measured.benchmarks import PLAIN, Question, recipe_questions
-from draftsmith.eval.page.summary import interval_text
+from draftsmith.eval.measurement.benchmarks import PLAIN, Question, recipe_questions
 from draftsmith.eval.planner.search import (
     SHOWN_ROWS,
     Plan,
@@ -24,7 +23,8 @@ from draftsmith.eval.planner.search import (
     recipe_keys,
     sampling_note,
 )
-from draftsmith.eval.recorded.answers import RecordedAnswer, Recording, answer_tokens
+from draftsmith.eval.replay.answers import RecordedAnswer, Recording, answer_tokens
+from draftsmith.eval.report_page.summary import interval_text
 from draftsmith.models.formats.named_drafters import with_measured_drafters
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.target_files import TargetFiles
@@ -37,7 +37,7 @@ from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.eval import TreeSection
 
-# plan.json's keys of a candidate and of a measured one; `eval.measured.metrics` defines them.
+# plan.json's keys of a candidate and of a measured one; `eval.measurement.metrics` defines them.
 PREDICTED = (
     *("tau", "tau_interval", "tree_nodes_per_round", "draft_calls_per_round", "wasted_nodes_per_round"),
     *("speedup", "speedup_interval"),

@@ -117,7 +117,7 @@ def predicted(costs: Costs, tree: TreeSection | None, recorded: Sequence[Generat
 
     Args:
         tree: the drafted tree; None: plain decoding.
-        recorded: rounds from `eval.recorded.replay` or from decoding.
+        recorded: rounds from `eval.replay.replay` or from decoding.
     """
     result = []
     for generation in recorded:

@@ -1,6 +1,6 @@
 """The planner's search: predicts which draft trees are fastest on this machine.
 
-Every candidate is replayed along recorded answers (`eval.recorded.replay`), which gives its rounds: tokens, nodes and
+Every candidate is replayed along recorded answers (`eval.replay.replay`), which gives its rounds: tokens, nodes and
 draft calls. `eval.planner.measuring` measures the cost of such rounds. Both give the predicted speed-up over plain
 decoding.
 """
@@ -16,11 +16,11 @@ import yaml
 
 from draftsmith.eval.decoding.contenders import Contender, check_contenders, loaded_proposer
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.measured.benchmarks import PLAIN, Question, decode_all
-from draftsmith.eval.measured.metrics import BOOTSTRAP_SAMPLES, summarise, summarise_all
+from draftsmith.eval.measurement.benchmarks import PLAIN, Question, decode_all
+from draftsmith.eval.measurement.metrics import BOOTSTRAP_SAMPLES, summarise, summarise_all
 from draftsmith.eval.planner.cost_model import Costs, predicted
 from draftsmith.eval.planner.measuring import keep_known, measure_costs, read_known, room_for
-from draftsmith.eval.recorded.answers import (
+from draftsmith.eval.replay.answers import (
     RecordedAnswer,
     Recording,
     answer_tokens,
@@ -34,7 +34,7 @@ from draftsmith.eval.recorded.answers import (
     with_rounds,
     with_their_pictures,
 )
-from draftsmith.eval.recorded.replay import Agreement, plain_rounds, replay_all
+from draftsmith.eval.replay.replay import Agreement, plain_rounds, replay_all
 from draftsmith.models.checkpoint import read_drafter_config
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.prompt import Prompt

@@ -10,7 +10,7 @@ over the repeats. Compare ratios only, and on a machine that does nothing else.
 
 The loop's own share is what of its decode seconds passes outside model forwards: the decoder and the head of the target
 and of the small LM, the drafter's layers and attention. A call inside another is counted once. The growing of trees is
-in it, unlike in `overhead_share` of eval/measured/metrics.py, which counts what is neither drafting nor the target's
+in it, unlike in `overhead_share` of eval/measurement/metrics.py, which counts what is neither drafting nor the target's
 forward.
 """
 

@@ -20,9 +20,9 @@ from greedy import greedy_answer
 
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.speculator import Speculator
-from draftsmith.eval.measured.benchmarks import load_questions
-from draftsmith.eval.recorded.answers import RecordedAnswer
-from draftsmith.eval.recorded.replay import Agreement, replay_all
+from draftsmith.eval.measurement.benchmarks import load_questions
+from draftsmith.eval.replay.answers import RecordedAnswer
+from draftsmith.eval.replay.replay import Agreement, replay_all
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.sampling import GREEDY
 from draftsmith.recipes.command.cli import run

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.measured.benchmarks import PLAIN
+from draftsmith.eval.measurement.benchmarks import PLAIN
 from draftsmith.recipes.loader import load_recipe
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ import psutil
 
 from draftsmith.data_gen.states.store import length_of, taught_tokens
 from draftsmith.data_gen.training_rows.rows import TrainingRow
-from draftsmith.eval.recorded.replay import pass_tokens, replay_bytes
+from draftsmith.eval.replay.replay import pass_tokens, replay_bytes
 from draftsmith.models.context_limits import longest_row
 from draftsmith.models.costs import Device, TargetSize, target_forward_bytes
 from draftsmith.models.drafter_base import DrafterConfig

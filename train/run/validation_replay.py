@@ -1,7 +1,7 @@
 """Replay as validation: the acceptance that decoding would have with the current drafter (train.eval_replay).
 
 The answers are the turns of validation conversations. At every root a tree of the recipe's eval.tree is drafted
-(`eval.recorded.replay`). So a run shows during training what eval/acceptance.py would measure, bonus token included;
+(`eval.replay.replay`). So a run shows during training what eval/acceptance.py would measure, bonus token included;
 simulated_tau only assumes a chain with independent positions. If the target did not write the data's answers, this is
 the acceptance of the data's answers.
 
@@ -21,9 +21,9 @@ from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.decoding.contenders import check_size
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.policies import PolicyProposer, TreePolicy, policy_of
-from draftsmith.eval.measured.metrics import summarise
-from draftsmith.eval.recorded.answers import RecordedAnswer
-from draftsmith.eval.recorded.replay import StatesOf, replay
+from draftsmith.eval.measurement.metrics import summarise
+from draftsmith.eval.replay.answers import RecordedAnswer
+from draftsmith.eval.replay.replay import StatesOf, replay
 from draftsmith.models.drafter_base import Drafter
 from draftsmith.models.drafters import drafting_of
 from draftsmith.models.target import Target
@@ -140,6 +140,6 @@ def check_best(keep_best: str | None, rows: Sequence[TrainingRow], replay: Valid
 
 
 def replay_metrics(generations: Sequence[Generation]) -> dict[str, Any]:
-    """The keys that replay adds to a line of metrics.jsonl; `eval.measured.metrics` defines both numbers."""
+    """The keys that replay adds to a line of metrics.jsonl; `eval.measurement.metrics` defines both numbers."""
     numbers = summarise(generations, generations, bootstrap_samples=1, seed=0, sampled=True)
     return {"replay_tau": numbers["tau"], "replay_accepted_by_position": numbers["acceptance_by_position"]}

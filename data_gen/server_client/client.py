@@ -1,0 +1,187 @@
+"""Requests to OpenAI-compatible servers.
+
+A try ends with a reply, `Failed` (another try may succeed), `Refused` (this prompt is never answered) or `UserError`
+(no prompt is answered: a key, a URL or a name is wrong). No message contains the key.
+
+The `openai` client is not used: it retries at the same server and reads replies of any size. Here a failed try goes to
+the least loaded server.
+"""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import anyio
+import httpx
+
+from draftsmith.data_gen.server_client.answers import Completion, Failed, Refused, error_text, one_line
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.json_text import parse_json
+
+CONNECT_SECONDS = 10.0
+# Largest reply: a constant, plus bytes for each token of prompt and answer (id, text, logprobs).
+REPLY_BYTES, REPLY_BYTES_PER_TOKEN = 2**20, 2**12
+ERROR_BYTES = 2**16  # read from an error's body
+# End of messages about servers that lack something.
+NEEDED = (
+    "regeneration sends prompts as token ids to /v1/completions, which vLLM, SGLang and llama.cpp take, and prompts "
+    "with pictures to /v1/chat/completions; "
+    "docs/prompts-and-answers.md lists what a server needs"
+)
+_PAGE = re.compile(rb"\s*(?:<!--|<!doctype html|<html|<head|<body|<title|<h1|<pre)", re.IGNORECASE)
+
+
+class Client:
+    """Connections to any number of servers. Every call runs in one event loop.
+
+    Raises UserError if the key is missing, or if the environment's proxies or certificates cannot be used.
+
+    Args:
+        key_variable: name of the environment variable with the servers' key.
+        timeout_seconds: longest wait for a reply.
+    """
+
+    def __init__(self, key_variable: str | None, timeout_seconds: float):
+        self._variable, self._key, self._seconds = key_variable, _api_key(key_variable), timeout_seconds
+        try:
+            self.http = httpx.AsyncClient(
+                headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `_request` limits the rest
+                # As many connections as requests. An idle one is dropped before the server drops it (5 seconds in
+                # uvicorn), because a request on a closing connection fails.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
+            )
+        except Exception as error:  # many kinds: httpx reads proxies and certificates from the environment
+            said = str(error) if isinstance(error, ImportError | OSError) else type(error).__name__
+            raise UserError(
+                f"data.generator: no connection can be set up ({said}): correct or unset the environment variables "
+                "HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY, SSL_CERT_FILE and SSL_CERT_DIR"
+            ) from None
+
+    async def models(self, url: str) -> dict[str, int | None]:
+        """{served name: its longest sequence, or None if not given}. Raises Failed, UserError."""
+        with self.translated():
+            content = await self._request(url, "GET", "/models", CONNECT_SECONDS, REPLY_BYTES)
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                found = {str(item["id"]): item.get("max_model_len") for item in parse_json(content)["data"]}
+                if all(name.isprintable() for name in found):
+                    return found
+            raise UserError(
+                f"data.generator.base_urls: {url}/models lists no models: is this an OpenAI-compatible server?"
+            )
+
+    async def complete(self, url: str, body: dict[str, Any], prompt_tokens: int) -> Completion:
+        """The reply to a completion or, with `messages` in it, a chat completion.
+
+        Raises Failed, Refused, UserError.
+        """
+        most = REPLY_BYTES + REPLY_BYTES_PER_TOKEN * (prompt_tokens + body["max_tokens"])
+        endpoint = "/chat/completions" if "messages" in body else "/completions"
+        with self.translated():
+            content = await self._request(url, "POST", endpoint, self._seconds, most, body)
+            try:
+                return Completion.of(parse_json(content))
+            except ValueError as error:
+                raise Failed(f"the reply is not JSON ({error}): {_text_of(content)}") from None
+
+    async def _request(
+        self, url: str, method: str, endpoint: str, timeout: float, most: int, body: dict[str, Any] | None = None
+    ) -> bytes:
+        """The content of a reply with status 200, of at most `most` bytes."""
+        try:
+            with anyio.fail_after(timeout):
+                async with self.http.stream(method, url + endpoint, json=body) as reply:
+                    if reply.status_code != 200:
+                        self._raise_for(url, endpoint, reply, await _read(reply, ERROR_BYTES))
+                    content = await _read(reply, most)
+        except TimeoutError:
+            raise Failed(f"no answer within {timeout:g} seconds (data.generator.timeout_seconds)") from None
+        if len(content) > most:
+            raise Failed(f"a reply of more than {most:,} bytes")
+        return content
+
+    @contextlib.contextmanager
+    def translated(self) -> Iterator[None]:
+        """Turns the HTTP library's exceptions into Failed and removes the key from every message."""
+        try:
+            try:
+                yield
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                raise Failed(f"cannot be reached: {one_line(str(error)) or 'no connection in time'}", True) from None
+            except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
+                raise Failed(f"the connection broke: {one_line(str(error)) or type(error).__name__}") from None
+        except UserError as error:
+            raise UserError([self.redacted(problem) for problem in error.problems]) from None
+        except (Failed, Refused) as error:
+            error.args = (self.redacted(str(error)),)
+            raise
+
+    def _raise_for(self, url: str, endpoint: str, reply: httpx.Response, content: bytes) -> NoReturn:
+        status, asked = reply.status_code, endpoint != "/models"
+        try:
+            words = error_text(parse_json(content))
+        except ValueError:
+            words = _text_of(content)
+        said = f"{status}: {words or one_line(reply.reason_phrase)}"
+        if status in (408, 409, 425, 429) or status >= 500:
+            raise Failed(said, busy=status == 429, pause=_retry_after(reply))
+        if asked and status in (400, 413, 422):
+            raise Refused(f"refused: {said}")
+        advice = "is this the URL of an OpenAI-compatible server, up to /v1?"
+        if status < 400:  # one of several servers may be moving
+            raise Failed(f"{said}; {advice}")
+        if asked and status in (404, 405):
+            if "model" not in words.lower():
+                raise UserError(f"data.generator.base_urls: {url} has no /v1{endpoint} ({said}): {NEEDED}")
+            advice = "does it still serve data.generator.served_model?"
+        elif status in (401, 403) and self._variable:
+            advice = f"the key in the environment variable {self._variable} is not taken"
+        elif status in (401, 403):
+            advice = "it wants a key: name the environment variable that holds it in data.generator.api_key_env"
+        raise UserError(f"data.generator.base_urls: {url} says {said}; {advice}")
+
+    def redacted(self, text: str) -> str:
+        """A server's text, shortened, without the key and without the start of a key before a cut."""
+        text = one_line(text, 2000)
+        key = self._key or ""
+        for secret in {key, " ".join(key.split()), repr(key)[1:-1], json.dumps(key)[1:-1]} - {""}:
+            text = text.replace(secret, "***")
+            for length in range(len(secret) - 1, 2, -1):
+                text = text.replace(secret[:length] + "...", "***...")
+        return text
+
+
+async def _read(reply: httpx.Response, most: int) -> bytes:
+    """The reply's content, or its beginning of more than `most` bytes."""
+    content = bytearray()
+    async for piece in reply.aiter_bytes():
+        content += piece
+        if len(content) > most:
+            break
+    return bytes(content)
+
+
+def _text_of(content: bytes) -> str:
+    return "an HTML page" if _PAGE.match(content) else one_line(content.decode("utf-8", "replace"))
+
+
+def _retry_after(reply: httpx.Response) -> float:
+    """Seconds to wait before the next request, or 0 if the server gives none. A date is ignored."""
+    try:
+        return max(0.0, float(reply.headers.get("retry-after", "")))
+    except ValueError:
+        return 0.0
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise UserError(f"data.generator.api_key_env: the environment variable {variable} is not set, or empty")
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"data.generator.api_key_env: {variable} holds no key: it has unprintable characters")
+    return key

@@ -1,0 +1,468 @@
+"""Recorded answers of a target, for replay (`eval.replay.replay`) and the planner.
+
+The lines of a file show which of two kinds it is:
+
+    generations.jsonl           every contender's answers, by eval/acceptance.py (`eval.measurement.generation_log`)
+    regenerated conversations   every turn is an answer, by data_gen/regenerate.py
+
+Both hold token ids, so nothing is tokenised again. Both name pictures, which `with_their_pictures` reads again. A
+line that cannot be used is an error: skipping lines would select answers by accident.
+"""
+
+import heapq
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.models.chat import FINGERPRINT_COVERS, reads_pictures, with_pictures
+from draftsmith.models.prompt import Prompt, RenderError
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.target_files import TargetFiles
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.json_text import json_object
+from draftsmith.recipes.held_out import validation_rank
+from draftsmith.recipes.prompts.picture_parts import pictures_of
+from draftsmith.recipes.schema import Recipe
+
+SHOWN_FAULTS = 3
+EVERYONE = ""  # contender name of answers in conversations: they serve all contenders
+# Keys that identify a target.
+IDENTITY = ("tokenizer_fingerprint", "embedding_digest", "vision_digest", "adapter", "quantization", "guidance")
+
+
+@dataclass(frozen=True)
+class RecordedAnswer:
+    """One turn: the target's prompt and its answer."""
+
+    prompt: Sequence[int]  # a `Prompt` if it is more than tokens
+    tokens: list[int]  # stop token included
+    sampling: Sampling | None = None  # how the tokens were drawn; None: unknown
+    benchmark: str = ""
+    category: str | None = None
+    conversation_id: str = ""
+    turn: int = 1  # of its conversation, from 1
+    place: str = ""  # file:line, for messages
+    pictures: list[dict[str, str]] = field(default_factory=list)  # named in its line, `path` and `sha256`
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.benchmark, self.conversation_id, self.turn
+
+    @property
+    def known_greedy(self) -> bool:
+        return self.sampling is not None and self.sampling.greedy
+
+
+@dataclass
+class Recording:
+    """The content of a file."""
+
+    path: Path
+    answers: dict[str, list[RecordedAnswer]] = field(default_factory=dict)  # by contender, in the order of the file
+    identities: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # (first place, identity)
+    note: str = ""  # how the answers were chosen, if readers of the numbers must know
+    relaxed: set[str] = field(default_factory=set)  # contenders with a rule that is not lossless; no answers are read
+
+    def of(self, contender: str, plain: str) -> list[RecordedAnswer]:
+        """A contender's own answers; else plain decoding's; else those of the only contender in the file.
+
+        Greedy answers are the same for all. Of sampled ones only its own reproduce its rounds.
+
+        Raises:
+            UserError: the file has none of these, or the contender's own are not the target's.
+        """
+        if contender in self.relaxed:
+            raise _not_lossless(self.path, f"the answers of {contender!r} in ")
+        for name in (contender, plain, EVERYONE):
+            if name in self.answers:
+                return self.answers[name]
+        if len(self.answers) == 1:
+            return next(iter(self.answers.values()))
+        raise UserError(
+            f"eval.answers: {self.path} holds answers of {', '.join(map(repr, self.answers))}, none of {contender!r} "
+            f"and none of {plain!r}"
+        )
+
+    def described(self, agreement: str) -> dict[str, Any]:
+        """The entry about these answers in files of numbers."""
+        return {"file": str(self.path), "agreement": agreement, "note": self.note or None}
+
+    def __iter__(self) -> Iterator[RecordedAnswer]:
+        return (answer for answers in self.answers.values() for answer in answers)
+
+
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[Token], Field(min_length=1)]
+Text = InstanceOf[str]  # allows lone surrogates
+
+
+class _Shape(BaseModel):
+    """Only the keys that are read are checked, strictly: a number given as text is an error."""
+
+    model_config = ConfigDict(strict=True)
+
+
+SomeShape = TypeVar("SomeShape", bound=_Shape)
+
+
+def _check(content: dict[str, Any], shape: type[SomeShape]) -> SomeShape:
+    """`content` as this shape. Raises ValueError with the first wrong key."""
+    try:
+        return shape.model_validate(content)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False, include_input=False)
+        where = ".".join(map(str, first["loc"]))
+        more = f" ({len(others)} more problems)" if others else ""
+        raise ValueError(f"{where}: {first['msg']}{more}") from None
+
+
+class _Picture(_Shape):
+    path: Text
+    sha256: Text | None = None
+
+
+class _GenerationLine(_Shape):
+    contender: Text
+    benchmark: Text
+    category: Text | None
+    conversation_id: Text
+    turn: Annotated[int, Field(ge=0)]
+    pictures: list[_Picture] = []
+    prompt_token_ids: Tokens
+    token_ids: Tokens
+
+
+class _Turn(_Shape):
+    prompt_token_ids: Tokens
+    output_token_ids: Tokens
+
+
+class _Generator(_Shape):
+    tokenizer_fingerprint: str | None = None
+    embedding_digest: str | None = None
+    vision_digest: str | None = None
+    adapter: str | None = None
+    quantization: str | None = None
+    guidance: str | None = None
+    temperature: float | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    lossless: bool = True  # written only where it is false
+
+
+class _ConversationLine(_Shape):
+    id: Text
+    turns: Annotated[list[_Turn], Field(min_length=1)]
+    generator: _Generator = _Generator()
+    messages: Annotated[list[dict[str, Any]], Field(default_factory=list)]
+    meta: dict[str, Any] | None = None
+
+
+def read_answers(
+    path: Path,
+    limit: int | None = None,
+    sampling: Sampling | None = None,
+    first_turns_only: bool = False,
+    only: Collection[str] | None = None,
+) -> Recording:
+    """All answers in a file.
+
+    Args:
+        limit: conversations to read, of each benchmark (or source) and contender.
+        sampling: how the answers of a generations.jsonl were drawn, if no acceptance.json lies beside it.
+        only: ids of the conversations to read; None: all.
+
+    Raises:
+        UserError: no such file, unusable or repeated lines, or no answer.
+    """
+    recording = Recording(path)
+    seen: dict[tuple[str, str], set[str]] = {}
+    places: dict[tuple[str, tuple[str, str, int]], str] = {}  # of each contender's answer to each turn
+    faults: list[str] = []
+    drawn, recorded_from, relaxed = _beside(path)
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(
+            f"eval.answers: {path} cannot be read ({error.strerror}); `draftsmith evaluate` writes a "
+            "generations.jsonl, `draftsmith regenerate` conversations"
+        ) from None
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                contender, answers, identity = _answers_of(_loaded(line), place, drawn or sampling)
+                for answer in answers:
+                    if (before := places.setdefault((contender, answer.key), place)) != place:
+                        raise ValueError(
+                            f"{'' if contender == EVERYONE else f'{contender!r}: '}the answer to turn {answer.turn} of "
+                            f"{answer.conversation_id!r} is there twice, first at {before}"
+                        )
+            except ValueError as error:
+                faults.append(f"eval.answers: {place}: {error}")
+                continue
+            if contender in relaxed:
+                recording.relaxed.add(contender)
+                continue
+            first = answers[0]
+            if only is not None and first.conversation_id not in only:
+                continue
+            conversations = seen.setdefault((contender, first.benchmark), set())
+            if limit is not None and first.conversation_id not in conversations and len(conversations) == limit:
+                continue
+            conversations.add(first.conversation_id)
+            recording.answers.setdefault(contender, []).extend(
+                answer for answer in answers if answer.turn == 1 or not first_turns_only
+            )
+            identity = identity if contender == EVERYONE else recorded_from
+            if identity and all(identity != known for _, known in recording.identities):
+                recording.identities.append((place, identity))
+    if faults:
+        more = [f"eval.answers: {path}: {len(faults):,} lines cannot be used; these are the first {SHOWN_FAULTS}"]
+        raise UserError([*(more if len(faults) > SHOWN_FAULTS else []), *faults[:SHOWN_FAULTS]])
+    if not any(recording.answers.values()):
+        raise _not_lossless(path) if recording.relaxed else UserError(f"eval.answers: {path} holds no answers")
+    return recording
+
+
+def _loaded(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line. Raises ValueError if there is none."""
+    try:
+        return json_object(line)
+    except ValueError:
+        if line.endswith(b"\n"):
+            raise
+        raise ValueError(
+            "the file is cut off: its last line is not whole; delete that line, or have the file written to its end"
+        ) from None
+
+
+def kept_for_validation(path: Path, most: int, of: int = 5) -> set[str]:
+    """Ids of the conversations in a file of `data_gen.regenerate` that training on it keeps for validation.
+
+    Args:
+        most: train.validation_conversations.
+        of: keeps at most one conversation in so many; training keeps one in five.
+
+    Training also leaves out conversations that it cannot use for other reasons than short answers. With such ones and
+    few conversations, the last id returned may be trained on.
+    """
+    ids = set()
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json_object(line)
+                _check(record, _ConversationLine)
+            except ValueError:  # `read_answers` reports it
+                continue
+            if any(len(turn["output_token_ids"]) > 1 for turn in record["turns"]):  # a single token trains nothing
+                ids.add(record["id"])
+    return set(heapq.nsmallest(min(most, len(ids) // of), ids, key=validation_rank))
+
+
+def not_trained_on(recipe: Recipe, path: Path) -> tuple[set[str] | None, str]:
+    """(ids of the conversations in `path` to read, None: all; a note). Leaves out answers that the recipe trains on."""
+    if not path.exists() or path.resolve() != recipe.conversations_path.resolve():
+        return None, ""
+    kept = kept_for_validation(path, recipe.train.validation_conversations)
+    if not kept:
+        return None, (
+            f"{path} is what the recipe trains on, and train.validation_conversations keeps none of it out: the "
+            "drafter has learnt these answers, so tau is higher than on others"
+        )
+    return kept, (
+        f"{path} is what the recipe trains on: answers are taken from the {len(kept)} conversations that training "
+        "keeps for validation"
+    )
+
+
+def answers_or_conversations(named: str | None, recipe: Recipe, key: str) -> Path:
+    """The file that `key` names, or else the recipe's conversations. Raises UserError if there are none."""
+    path = Path(named) if named is not None else recipe.conversations_path
+    if named is None and not path.exists():
+        raise UserError(
+            f"{key}: not given, and there are no conversations in {path}; run `draftsmith regenerate` first, or "
+            "name a generations.jsonl of `draftsmith evaluate`"
+        )
+    return path
+
+
+def with_rounds(answers: Iterable[RecordedAnswer], path: Path, key: str) -> list[RecordedAnswer]:
+    """Those of two tokens or more. Raises UserError if there are none."""
+    found = [answer for answer in answers if len(answer.tokens) > 1]
+    if not found:
+        raise UserError(f"{key}: {path} every answer is a single token; at least two are needed")
+    return found
+
+
+@contextmanager
+def errors_naming(key: str) -> Iterator[None]:
+    """Replaces eval.answers by `key` in errors."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError([problem.replace("eval.answers", key) for problem in error.problems]) from error
+
+
+def _answers_of(
+    record: dict[str, Any], place: str, sampling: Sampling | None
+) -> tuple[str, list[RecordedAnswer], dict[str, Any]]:
+    """(contender, answers, target identity) of a line. Raises ValueError if it is of neither kind."""
+    if "contender" in record:
+        one = _check(record, _GenerationLine)
+        turn = (one.benchmark, one.category, one.conversation_id, one.turn)
+        shown = [picture.model_dump(exclude_none=True) for picture in one.pictures]
+        return one.contender, [RecordedAnswer(one.prompt_token_ids, one.token_ids, sampling, *turn, place, shown)], {}
+    if not isinstance(record.get("turns"), list):
+        raise ValueError(
+            "neither a line of generations.jsonl nor a regenerated conversation with the token ids of its turns"
+        )
+    line = _check(record, _ConversationLine)
+    generator, meta = line.generator, line.meta or {}
+    if not generator.lossless:
+        raise ValueError("written by an acceptance rule that is not lossless; replay needs the target's own answers")
+    sampling = None
+    if generator.temperature is not None:
+        sampling = Sampling(generator.temperature, generator.top_p, generator.top_k)
+    benchmark, category = meta.get("benchmark", ""), meta.get("category")
+    benchmark = benchmark if isinstance(benchmark, str) else ""
+    category = category if isinstance(category, str) else None
+    # All of the conversation: a turn's prompt shows as many as it has placeholders.
+    shown = [_check(part, _Picture).model_dump(exclude_none=True) for part in pictures_of(line.messages)]
+    about = sampling, benchmark, category, line.id
+    answers = [
+        RecordedAnswer(t.prompt_token_ids, t.output_token_ids, *about, number, place, shown)
+        for number, t in enumerate(line.turns, start=1)
+    ]
+    return EVERYONE, answers, _known(generator.model_dump())
+
+
+def other_sampling(answers: Iterable[RecordedAnswer], here: Sampling) -> str | None:
+    """The answers' sampling, in words, if some were drawn with other settings than `here`; None: alike or unknown."""
+    there = {answer.sampling for answer in answers} - {here, None}
+    if not there or (here.greedy and all(each is not None and each.greedy for each in there)):
+        return None
+    return ", ".join(sorted("greedy" if each.greedy else f"temperature {each.temperature:g}" for each in there if each))
+
+
+def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any], set[str]]:
+    """The sampling settings and the target of the answers, and the contenders with a rule that is not lossless
+    (`accept.Acceptance`), from acceptance.json beside a generations.jsonl.
+
+    A token of theirs is not always what the target says; replay would count wrong tokens as right.
+    """
+    try:
+        content = json_object((path.parent / "acceptance.json").read_bytes())
+        sampling = Sampling(float(content["temperature"]), float(content["top_p"]), int(content["top_k"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, {}, set()
+    rows = content.get("contenders")
+    rows = {name: row for name, row in rows.items() if isinstance(row, dict)} if isinstance(rows, dict) else {}
+    identity = content.get("target_identity")
+    identity = identity if isinstance(identity, dict) else {}
+    relaxed = {name for name, row in rows.items() if row.get("lossless") is False}
+    return sampling, _known(identity), relaxed
+
+
+def _known(identity: dict[str, Any]) -> dict[str, Any]:
+    """What a file says of its target. A file that knows its target and names no adapter, quantisation or
+    guidance had none."""
+    known = {key: identity[key] for key in IDENTITY if identity.get(key)}
+    return {"adapter": None, "quantization": None, "guidance": None, **known} if known else {}
+
+
+def _not_lossless(path: Path, whose: str = "") -> UserError:
+    return UserError(
+        f"eval.answers: {whose}{path} {'were' if whose else 'was'} decoded by an acceptance rule that is not lossless; "
+        "replay needs the target's own answers. Decode or regenerate them with a lossless rule"
+    )
+
+
+def with_their_pictures(answers: Iterable[RecordedAnswer], tokenizer: PreTrainedTokenizerBase) -> list[RecordedAnswer]:
+    """The answers, with each picture in the prompt that shows it.
+
+    Args:
+        tokenizer: the target's, `TargetFiles.tokenizer`.
+
+    Raises:
+        UserError: a picture is missing or has changed, is not what the placeholders were written for, or the target
+            reads text only.
+    """
+    found: list[RecordedAnswer] = []
+    known: dict[Hashable, Prompt] = {}  # contenders share prompts
+    sees = reads_pictures(tokenizer)
+    for answer in answers:
+        if not (sees or answer.pictures):
+            found.append(answer)
+            continue
+        key = tuple(answer.prompt), *(tuple(sorted(picture.items())) for picture in answer.pictures)
+        if key not in known:
+            content = [{"type": "image"} | picture for picture in answer.pictures]
+            try:
+                known[key] = with_pictures(tokenizer, answer.prompt, [{"role": "user", "content": content}])
+            except RenderError as error:
+                raise UserError(f"eval.answers: {answer.place}: {error}") from None
+        prompt = known[key]
+        shown = answer.pictures[: len(prompt.inserts)]
+        found.append(replace(answer, prompt=prompt, pictures=shown) if shown else answer)
+    return found
+
+
+# Checks against a target.
+
+
+def check_answers(recording: Recording, vocab_size: int, positions: int) -> None:
+    """Checks before the target is loaded that it can have written these tokens and lengths.
+
+    Raises:
+        UserError: names the first bad line.
+    """
+    for answer in recording:
+        highest = max(*answer.prompt, *answer.tokens)
+        if highest >= vocab_size:
+            raise UserError(
+                f"eval.answers: {answer.place}: token {highest} is outside the target's vocabulary of {vocab_size} "
+                "tokens: these are another target's answers"
+            )
+        length = len(answer.prompt) + len(answer.tokens)
+        if length > positions:
+            raise UserError(
+                f"eval.answers: {answer.place}: prompt and answer are {length} tokens, the target has {positions} "
+                "positions"
+            )
+
+
+def check_answers_before_loading(recording: Recording, target: TargetFiles) -> None:
+    """`check_recorded_from` and `check_answers` from the target's config and tokenizer."""
+    check_recorded_from(recording, target.identity)
+    check_answers(recording, target.text_config.vocab_size, target.positions)
+
+
+def check_recorded_from(recording: Recording, here: dict[str, Any]) -> None:
+    """Refuses answers that were recorded from another target.
+
+    Args:
+        here: this target's identity, as far as it is known (`TargetFiles.identity`).
+
+    Raises:
+        UserError: names both sides.
+    """
+    for place, identity in recording.identities:
+        for key, there in identity.items():
+            if key in here and here[key] != there:
+                covers = f" (a fingerprint covers {FINGERPRINT_COVERS})" if key == "tokenizer_fingerprint" else ""
+                raise UserError(
+                    f"eval.answers: {place}: recorded from another target: {key} {str(there)[:16]} there, "
+                    f"{str(here[key])[:16]} here{covers}; decode or regenerate with this one"
+                )
+
+
+def answer_tokens(answers: Sequence[RecordedAnswer]) -> int:
+    return sum(len(answer.tokens) for answer in answers)

@@ -1,0 +1,157 @@
+"""eval.mode=replay: the rounds of a recipe's contenders along recorded answers (`eval.replay.replay`).
+
+Answers are eval.answers, or the generations.jsonl of the last decoding in eval.out. Each contender replays its own
+answers if the file holds them, else plain decoding's (`Recording.of`). The target reads shared answers only once.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.eval.decoding.contenders import Contender, loaded_proposer
+from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.measurement.benchmarks import PLAIN
+from draftsmith.eval.replay.answers import (
+    RecordedAnswer,
+    Recording,
+    answer_tokens,
+    check_answers_before_loading,
+    check_recorded_from,
+    not_trained_on,
+    read_answers,
+    with_their_pictures,
+)
+from draftsmith.eval.replay.replay import (
+    Agreement,
+    batches,
+    checking_bytes,
+    plain_rounds,
+    replay_all,
+    replay_bytes,
+)
+from draftsmith.eval.report_page.files import generations_path
+from draftsmith.models.checkpoint import read_drafter_config
+from draftsmith.models.costs import cache_bytes_per_token, device_here, gigabytes, plan_memory
+from draftsmith.models.loaded_models import LoadedModels
+from draftsmith.models.prompt import Prompt
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.target_files import TargetFiles
+from draftsmith.recipes.command.plan import PlanLines
+from draftsmith.recipes.command.progress import Bar
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+
+
+def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
+    """The recorded answers, checked as far as possible before weights are loaded.
+
+    Raises:
+        UserError: no answers, damaged ones or another target's; contenders that cannot be replayed along them.
+    """
+    path = Path(recipe.eval.answers) if recipe.eval.answers else generations_path(recipe)
+    sampling = Sampling.of(recipe.eval)
+    only, note = not_trained_on(recipe, path)
+    recording = read_answers(path, recipe.eval.max_prompts, sampling, recipe.eval.turns == "first", only)
+    recording.note = note
+    target = TargetFiles.read(recipe.target)
+    check_answers_before_loading(recording, target)
+    placed = iter(with_their_pictures(recording, target.tokenizer))
+    recording.answers = {name: [next(placed) for _ in answers] for name, answers in recording.answers.items()}
+    problems = []
+    turns = [answer.key for answer in _baseline(recording, contenders)]
+    for contender in contenders:
+        own = recording.of(contender.name, PLAIN)
+        if not contender.lossless(sampling):
+            problems.append(
+                f"{contender.place}: {contender.name!r} accepts tokens that the target would not write; replay follows "
+                "the target's own answers. Decode instead"
+            )
+        if contender.quantization is not None:
+            problems.append(
+                f"{contender.place}: quantization: replay reads one target; leave the contender out, or replay with "
+                "target.quantization along that target's own answers"
+            )
+        if contender.tree.draw == "sampled" and not all(answer.known_greedy for answer in own):
+            problems.append(
+                f"{contender.place}: draw: sampled cannot be replayed along answers that were drawn (or may have "
+                "been): which tokens the drafter drew is not recorded; leave draw out, or decode"
+            )
+        if [answer.key for answer in own] != turns:
+            problems.append(
+                f"eval.answers: {path}: the answers of {contender.name!r} are not to the same turns as those of plain "
+                "decoding, in the same order; nothing can be compared"
+            )
+    if problems:
+        raise UserError(problems)
+    return recording
+
+
+def _baseline(recording: Recording, contenders: Sequence[Contender]) -> list[RecordedAnswer]:
+    """Plain decoding's answers, or the only contender's."""
+    return recording.of(PLAIN, contenders[0].name)
+
+
+def as_replayed(recipe: Recipe, recording: Recording) -> Recipe:
+    """The recipe as acceptance.json keeps it: with the answers' file and sampling, and eval.out's folder `replay`."""
+    update: dict[str, Any] = {"answers": str(recording.path), "out": str(recipe.eval_out / "replay")}
+    drawn = {answer.sampling for answer in recording}
+    if len(drawn) == 1 and (sampling := drawn.pop()) is not None:
+        update |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update=update)})
+
+
+def replay_contenders(
+    models: LoadedModels, contenders: Sequence[Contender], recording: Recording, batch_size: int, agreement: Agreement
+) -> dict[str, list[Generation]]:
+    """The rounds of every contender, plain decoding's first, as `Bench.run` returns them but without times.
+
+    Raises:
+        UserError: the answers are another target's.
+    """
+    check_recorded_from(recording, models.identity)
+    along = {contender.name: recording.of(contender.name, PLAIN) for contender in contenders}
+    groups: dict[tuple[tuple[Prompt, tuple[int, ...]], ...], list[Contender]] = {}  # by their answers
+    for contender in contenders:
+        told = tuple((Prompt.of(answer.prompt), tuple(answer.tokens)) for answer in along[contender.name])
+        groups.setdefault(told, []).append(contender)
+    found: dict[str, list[Generation]] = {}
+    with Bar(total=sum(map(answer_tokens, along.values())), desc="replay", unit="token") as progress:
+        for members in groups.values():
+            proposers = {contender.name: loaded_proposer(models, contender) for contender in members}
+            answers = along[members[0].name]
+            found |= replay_all(models.target, proposers, answers, batch_size, agreement, progress.update)
+    plain = [plain_rounds(answer) for answer in _baseline(recording, contenders)]
+    return {PLAIN: plain} | {contender.name: found[contender.name] for contender in contenders}
+
+
+def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> int:
+    """Peak memory of replay beside the models. Untrained drafters are not counted."""
+    answers = _baseline(recording, contenders)
+    shapes = [read_drafter_config(c.drafter)[0] for c in contenders if c.drafter is not None and c.drafter.exists()]
+    target = TargetFiles(recipe.target)
+    text, size = target.text_config, target.size
+    layers = {layer for shape in shapes for layer in shape.capture_layers}
+    states = len(layers) * text.hidden_size * size.dtype.itemsize
+    # Bytes of a drafted column's keys and values. One drafter works at a time, so the widest counts.
+    drafters = [shape.column_bytes for shape in shapes]
+    smalls = [TargetFiles(c.draft_model) for c in contenders if c.draft_model is not None]
+    drafters += [cache_bytes_per_token(small.text_config, small.size) for small in smalls]
+    most = 0
+    for rows in batches(answers, recipe.eval.replay_batch_size):
+        lengths = [len(answers[row].prompt) + len(answers[row].tokens) for row in rows]
+        positions = sum(lengths) - len(rows)  # no round reads an answer's last token
+        most = max(most, replay_bytes(positions, len(rows), max(lengths), states, max(drafters, default=0)))
+    return most + checking_bytes(text.vocab_size)
+
+
+def print_replay_plan(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> None:
+    answers, size = _baseline(recording, contenders), TargetFiles(recipe.target).size
+    states = planned_bytes(recipe, recording, contenders)
+    with PlanLines() as plan:
+        plan.line("reads", f"{recording.path}: {len(answers):,} answers, {answer_tokens(answers):,} tokens", "counted")
+        plan.line("replayed by", "; ".join(contender.name for contender in contenders))
+        text = f"target {gigabytes(size.weight_bytes)} ({size.weight_basis}), states of "
+        text += f"{recipe.eval.replay_batch_size} answers and drafters' columns {gigabytes(states)}, besides drafters"
+        plan_memory(plan, size.weight_bytes + states, text, device_here(recipe.target.device))
+        plan.line("time", "unknown until the first answers are replayed; the progress bar then shows what is left")
+        plan.writes(*(recipe.eval_out / name for name in ("acceptance.json", "generations.jsonl", "report.html")))

@@ -1,0 +1,174 @@
+"""Writes and reads the files of an evaluation: acceptance.json, generations.jsonl, report.html, and the table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from draftsmith.eval.measurement.metrics import BOOTSTRAP_SAMPLES
+from draftsmith.eval.report_page.figures import parts_of
+from draftsmith.eval.report_page.html import build_html, choose_answers, choose_images
+from draftsmith.eval.report_page.summary import advice, equality, fastest, interval_text, notes
+from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_write
+from draftsmith.recipes.files.json_text import json_object
+from draftsmith.recipes.loader import dump_recipe
+from draftsmith.recipes.schema import Recipe
+
+
+def main(command: Command) -> None:
+    recipe = command.recipe
+    acceptance = read_acceptance(recipe.eval_out / "acceptance.json")
+    if command.plan:
+        for path in (recipe.eval_out / "acceptance.json", generations_path(recipe), metrics_path(recipe)):
+            print(f"reads    {path}{'' if path.exists() else ': missing; the report will omit it'}")
+        print(f"writes   {recipe.eval_out / 'report.html'}")
+        return
+    written = write_report(recipe)
+    print_table(acceptance)
+    print_written([written])
+
+
+def generations_path(recipe: Recipe) -> Path:
+    return recipe.eval_out / "generations.jsonl"
+
+
+def metrics_path(recipe: Recipe) -> Path:
+    """The metrics of the measured drafter's training, beside its directory."""
+    return recipe.eval_drafter_dir.parent / recipe.metrics_path.name
+
+
+# Files.
+
+SHOWN_ANSWERS = 12  # token by token in report.html
+UNDRAFTED = {"proposer": None, "drafter": None, "tree": None, "lossless": True}
+
+
+def write_acceptance(
+    recipe: Recipe,
+    numbers: dict[str, dict[str, Any]],
+    described: dict[str, dict[str, Any]],
+    main: str,
+    baseline: str,
+    made: dict[str, Any],
+) -> Path:
+    """Writes acceptance.json atomically: the main contender's numbers on top, all contenders' under their names.
+
+    Args:
+        numbers: from `metrics.summarise_all`.
+        described: each contender's `contenders.describe`, `UNDRAFTED` for plain decoding.
+        baseline: name of plain decoding.
+        made: provenance: `device`, `dtype` and `made`.
+    """
+    shared = {
+        "temperature": recipe.eval.temperature,
+        "top_p": recipe.eval.top_p,
+        "top_k": recipe.eval.top_k,
+        "max_new_tokens": recipe.eval.max_new_tokens,
+        "batch_size": recipe.eval.replay_batch_size if recipe.eval.mode == "replay" else recipe.eval.batch_size,
+        "mode": recipe.eval.mode,
+        "bootstrap_samples": BOOTSTRAP_SAMPLES,
+        "target": recipe.target.model,
+        "drafter": str(recipe.eval_drafter_dir),
+    }
+    contenders = {name: described[name] | row for name, row in numbers["contenders"].items()}
+    numbers = numbers | {"contenders": contenders}
+    content = {"contender": main, "baseline": baseline} | contenders[main] | shared | made | numbers
+    path = recipe.eval_out / "acceptance.json"
+    atomic_write(path, json.dumps(content | {"recipe": dump_recipe(recipe)}, indent=2) + "\n")
+    return path
+
+
+def read_acceptance(path: Path) -> dict[str, Any]:
+    """The content of acceptance.json. Raises UserError if it is missing, damaged or another version's."""
+    keys = ("contender", "baseline", "contenders", "benchmarks", "categories", "turns", "made", "recipe")
+    try:
+        return json_object(path.read_bytes(), *keys)
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; run `draftsmith evaluate` first") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(
+            f"{path}: {error}: damaged, or written by another version; run `draftsmith evaluate` again"
+        ) from None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, or none without the file. A last line that is being written does not count.
+
+    Raises:
+        UserError: a line is damaged.
+    """
+    metrics: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):
+        try:
+            metrics.append(json_object(line, "step", "loss", "simulated_tau"))
+        except ValueError as error:
+            raise UserError(
+                f"{path}:{number}: {error}: damaged; delete the line, or move the file away for a report without the "
+                "curves of training"
+            ) from None
+    return metrics
+
+
+def write_report(recipe: Recipe) -> Path:
+    """Writes report.html from the files in eval.out. Returns its path."""
+    acceptance, metrics = read_acceptance(recipe.eval_out / "acceptance.json"), read_metrics(metrics_path(recipe))
+    path, answers, images = generations_path(recipe), list[dict[str, Any]](), list[dict[str, Any]]()
+    if path.exists():
+        answers = choose_answers(path, acceptance["contender"], SHOWN_ANSWERS)
+        images = choose_images(path, list(acceptance["contenders"]), answers)
+    written = recipe.eval_out / "report.html"
+    atomic_write(written, build_html(acceptance, metrics, answers, images))
+    return written
+
+
+# The terminal.
+
+
+def print_table(acceptance: dict[str, Any]) -> None:
+    """Prints all contenders, then the main one by benchmark and turn if there are several. Fits 80 columns."""
+    main, contenders = acceptance["contender"], acceptance["contenders"]
+    parts = [(name, row[main]) for kind, _, name, row in parts_of(acceptance) if kind != "category"]
+    about = f"{f'Parts: {main}. ' if parts else ''}tau: tokens per verification, the bonus token included. "
+    told = [*notes(acceptance), fastest(acceptance), equality(acceptance)]
+    # Names are Text: markup would interpret their brackets and colons, and double backslashes.
+    caption = Text("\n".join(filter(None, [f"{about}95 %: bootstrap over prompts.", *told])), style="table.caption")
+    table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
+    table.add_column("", overflow="fold")
+    for heading in ("tau", "95 %", "nodes", "tok/s", "speed-up", "95 %"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in contenders.items():
+        table.add_row(Text(name, style="bold" if name == main else ""), *_cells(row))
+    if parts:
+        table.add_section()
+    for name, row in parts:
+        table.add_row(Text(name), *_cells(row))
+    Console().print(table)
+    for line in advice(acceptance):
+        print(line)
+
+
+def print_written(paths: list[Path]) -> None:
+    print(f"written in {paths[0].parent}: {', '.join(path.name for path in paths)}")
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        _number(row["tau"], 2),
+        interval_text(row["tau_interval"]),
+        _number(row["tree_nodes_per_round"], 1),
+        _number(row["tokens_per_second"], 0),
+        _number(row["speedup"], 2),
+        interval_text(row["speedup_interval"]),
+    )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

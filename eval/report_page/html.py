@@ -1,0 +1,169 @@
+"""Builds report.html, a self-contained page, from the numbers, the recorded answers and the training's metrics.
+
+The template `report.html.jinja` escapes everything.
+"""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from draftsmith.eval.measurement.generation_log import UNUSABLE, read_generations
+from draftsmith.eval.report_page import drawing, figures, summary
+from draftsmith.eval.report_page.legend import Legend
+from draftsmith.recipes.errors import UserError
+
+DASH = "\u2013"
+TINTS = 4  # background colours of successive rounds
+SHOWN_TOKENS = 20_000  # of all answers together; bounds the page's size
+LONGEST_ANSWER = 600
+LONGEST_QUESTION = 1200  # characters
+THUMBNAIL = 256  # pixels of the longer side
+SHARP = 64  # pixels of the longer side up to which nothing is lost
+
+
+def build_html(
+    acceptance: dict[str, Any],
+    metrics: Sequence[dict[str, Any]],
+    answers: Sequence[dict[str, Any]] = (),
+    images: Sequence[dict[str, Any]] = (),
+) -> str:
+    """The whole page.
+
+    Args:
+        acceptance: the content of acceptance.json.
+        metrics: the lines of metrics.jsonl; none if the file is missing.
+        answers: the lines of generations.jsonl to show, from `choose_answers`.
+        images: from `choose_images`.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "interval": interval}
+    contenders, legend = acceptance["contenders"], Legend.of(acceptance)
+    numbers = contenders[legend.main]
+    longest = max(40, min(LONGEST_ANSWER, SHOWN_TOKENS // max(1, len(answers))))
+    shown = [_answer(record, longest, list(numbers["drafted_by"])) for record in answers]
+    page = environment.get_template("report.html.jinja").render(
+        acceptance=acceptance,
+        contenders=contenders,
+        main=legend.main,
+        numbers=numbers,
+        drafting=legend.drafting,
+        many=legend.many,
+        ranks=legend.numbers if len(legend.drafting) > 1 else {},
+        roles=legend.roles,
+        verdict=summary.verdict(acceptance),
+        notes=[*summary.notes(acceptance), summary.equality(acceptance)],
+        parts=list(figures.parts_of(acceptance)),
+        acceptance_figures=_figures(figures.acceptance_plots(acceptance)),
+        training_figures=_figures(figures.training_plots(metrics)),
+        answers=shown,
+        images=images,
+        TINTS=TINTS,
+        colours=drawing.COLOURS,
+    )
+    return drawing.harmless(page)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return DASH if value is None else f"{value:,.{digits}f}"
+
+
+def interval(bounds: Sequence[float] | None) -> str:
+    return DASH if bounds is None else f"{bounds[0]:.2f}{DASH}{bounds[1]:.2f}"
+
+
+def _figures(plots: Sequence[drawing.Plot]) -> list[dict[str, str]]:
+    return [{"title": p.title, "words": p.description, "src": drawing.to_data_url(p)} for p in plots]
+
+
+# Answers.
+
+
+def choose_answers(path: Path, contender: str, count: int) -> list[dict[str, Any]]:
+    """At most `count` records of a contender, evenly spread over the file, which is read twice to save memory.
+
+    Raises:
+        UserError: the file holds none of them, or a line is damaged.
+    """
+    total = sum(1 for _ in read_generations(path, contender))
+    if not total:
+        raise UserError(f"{path}: holds no answer of {contender!r}; {UNUSABLE}")
+    chosen = {i * total // count for i in range(count)} if total > count else range(total)
+    return [record for i, record in enumerate(read_generations(path, contender)) if i in chosen]
+
+
+def choose_images(path: Path, contenders: Sequence[str], answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The pictures that the contenders' answers to the shown prompts make: `contender` and `pictures`, one for each of
+    `answers` (`_thumbnail`; None where there is no whole one). Empty if there are none at all."""
+    keys = [_turn_of(record) for record in answers]
+    rows = []
+    for name in contenders if answers else ():
+        made = {_turn_of(each): each["image"] for each in read_generations(path, name) if each.get("image")}
+        pictures = [_thumbnail(made[key]) if key in made else None for key in keys]
+        rows.append({"contender": name, "pictures": pictures})
+    return rows if any(any(row["pictures"]) for row in rows) else []
+
+
+def _turn_of(record: dict[str, Any]) -> tuple[Any, ...]:
+    return record["benchmark"], record["conversation_id"], record["turn"]
+
+
+def _answer(record: dict[str, Any], longest: int, sources: Sequence[str]) -> dict[str, Any]:
+    """A record's data for the page, with its rounds up to `longest` tokens.
+
+    Args:
+        sources: who may have drafted; a drafted token has its source's index, None without `sources`.
+    """
+    texts = [visible(text) for text in record["token_texts"]]
+    count = len(record["accepted_per_round"])
+    drafted_by: list[dict[str, int]] = record.get("drafted_by") or [{}] * count
+    rounds, at = [], 1
+    for accepted, nodes, by in zip(record["accepted_per_round"], record["tree_nodes"], drafted_by, strict=True):
+        if at >= longest:
+            break
+        end = at + accepted
+        whose = [sources.index(name) for name, tokens in by.items() for _ in range(tokens)] or [None] * accepted
+        drafted, own = list(zip(texts[at:end], whose, strict=True)), texts[end : end + 1]
+        rounds.append({"drafted": drafted, "own": own, "nodes": nodes - 1, "by": " and ".join(by)})
+        at = end + 1
+    question = record["question"]
+    cut = f" … ({len(question) - LONGEST_QUESTION:,} more characters)" if len(question) > LONGEST_QUESTION else ""
+    return {
+        "record": record,
+        "question": question[:LONGEST_QUESTION] + cut,
+        "pictures": [_thumbnail(picture) for picture in record.get("pictures", [])],
+        "first": texts[0],
+        "rounds": rounds,
+        "tokens": len(texts),
+        "hidden": max(0, len(texts) - at),
+        "tau": (len(texts) - 1) / count if count else None,
+    }
+
+
+def _thumbnail(named: dict[str, str]) -> dict[str, Any]:
+    """A small copy of a picture as a data URL; or `problem`: why it cannot be shown."""
+    # Pillow, only where it is needed.
+    from draftsmith.recipes.prompts.picture_files import data_url
+    from draftsmith.recipes.prompts.pictures import UnusablePicture, read_picture
+
+    try:
+        image = read_picture(named["path"], Path(), named.get("sha256")).image
+    except UnusablePicture as error:
+        return {"problem": str(error)}
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    image.save(file, "PNG" if max(image.size) <= SHARP else "JPEG", quality=85)
+    return {"problem": None, "src": data_url(file.getvalue()), "width": image.width, "height": image.height}
+
+
+def visible(text: str) -> str:
+    """A token's text with visible line breaks. A token without text (bytes of an unfinished character) is a dot."""
+    return text.replace("\n", "↵\n").replace("\t", "⇥\t") or "·"

@@ -1,0 +1,338 @@
+"""Killed at any moment, nothing is lost, nothing is twice, and the losses are the same.
+
+Every state that a kill could leave of regeneration and of training is enumerated in this process. A few runs of each
+are killed for real.
+"""
+
+import functools
+import json
+import random
+import re
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from draftsmith.data_gen import regenerate
+from draftsmith.models.checkpoint import file_digest
+from draftsmith.recipes.errors import UserError
+from draftsmith.train import eagle3
+from draftsmith.train.run.checkpoints import list_checkpoints, settle
+from tests.conftest import make_target, make_tokenizer
+from tests.crash_states import State, full_disk, restore, state_of, synced_before_renamed, watched
+from tests.data_gen.crash import run_script, signalled_when
+from tests.store_cases import SMALL_SHARDS, assert_same_store
+from tests.training_runs import metrics, run_main, to_train
+
+KILLS = 5
+CONVERSATIONS = 6
+STEPS = 6
+CAPTURE_LAYERS = [0, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe for both scripts, with its target and prompts: conversations of 1 to 3 turns and three bad lines."""
+    folder = tmp_path_factory.mktemp("crashes")
+    model = make_target(num_layers=len(CAPTURE_LAYERS))
+    model.generation_config.eos_token_id = list(range(4, 320, 25))  # so that random weights end their answers
+    model.save_pretrained(folder / "target")
+    make_tokenizer().save_pretrained(folder / "target")
+    prompts: list[Any] = [
+        {"id": f"q{i}", "messages": [{"role": "user", "content": f"the cat {i} {n}"} for n in range(1 + i % 3)]}
+        for i in range(CONVERSATIONS)
+    ]
+    prompts.insert(2, {"id": "long", "messages": [{"role": "user", "content": "rain " * 400}]})
+    lines = [json.dumps(prompt).encode() for prompt in prompts]
+    lines[3:3] = [b'{"id": "torn", "messages": [', b"\xff\xfe\x00{"]
+    (folder / "prompts.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    sections = {
+        "output_dir": str(folder / "never"),
+        "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
+        "data": {
+            "prompts": str(folder / "prompts.jsonl"),
+            "max_length": 200,
+            "generator": {"batch_size": 4, "max_new_tokens": 20, "temperature": 1.0},
+        },
+        "drafter": {"vocab_size": 160, "capture_layers": CAPTURE_LAYERS},
+        "train": {
+            "max_steps": STEPS,
+            "batch_size": 4,
+            "learning_rate": 0.003,
+            "save_every_steps": 2,
+            "keep_checkpoints": 2,
+            "log_every_steps": 2,
+            "validate_every_steps": 3,
+            "validation_conversations": 4,
+            "ttt_steps": 3,
+            "mixed_precision": "no",
+            "trackers": [],
+        },
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+def kill_again_and_again(script: str, recipe: Path, output: Path, lines: Callable[[], int]) -> None:
+    """Runs that are killed soon after they begin, and then later and later, until the last is left alone."""
+    chance, argv = random.Random(0), [str(recipe), f"output_dir={output}"]
+    for _ in range(KILLS):
+        least = lines()
+        ending = run_script(script, argv, kill_when=lambda: lines() > least, kill_after=chance.random() / 10)  # noqa: B023
+        assert ending.status in (0, -signal.SIGKILL), ending.output
+    assert run_script(script, argv).status == 0
+
+
+def lines_in(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+# Regeneration.
+
+
+def regenerated(output: Path) -> tuple[bytes, dict[str, bytes], Counter[bytes]]:
+    """(what is in the file, lines by conversation, rejects)."""
+    content = (output / "conversations.jsonl").read_bytes()
+    lines = {json.loads(line)["id"]: line for line in content.split(b"\n")[:-1]}
+    return content, lines, Counter((output / "conversations.rejects.jsonl").read_bytes().split(b"\n"))
+
+
+def check_regenerated(output: Path, expected: Path, with_states: bool = False) -> None:
+    """No line is lost, changed, torn or there twice, and no reject."""
+    content, *found = regenerated(output)
+    assert found == list(regenerated(expected)[1:])
+    assert content.count(b"\n") == len(found[0]) == CONVERSATIONS and content.endswith(b"\n")
+    if with_states:
+        assert_same_store(output / "states", expected / "states")
+
+
+def regenerate_in(recipe: Path, output: Path, with_states: bool) -> None:
+    states = [f"data.states={output / 'states'}", "data.capture.dtype=float32", *SMALL_SHARDS] if with_states else []
+    run_main(regenerate, recipe, f"output_dir={output}", *states)
+
+
+EVERY = [17, pytest.param(1, marks=pytest.mark.slow)]  # a test goes on from each n-th of the states
+
+
+@dataclass
+class Whole:
+    """A run that nothing interrupted, and what a kill could have left of it."""
+
+    output: Path
+    states: list[State]
+
+
+@pytest.fixture(scope="module")
+def whole_regeneration(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Whole]:
+    """With states or without."""
+
+    @functools.cache
+    def of(with_states: bool) -> Whole:
+        output = tmp_path_factory.mktemp("whole")
+        with synced_before_renamed(), watched(output) as states:
+            regenerate_in(recipe, output, with_states)
+        written = [state.get("conversations.jsonl") or b"" for state in states]
+        assert any(content and not content.endswith(b"\n") for content in written)  # torn ones are among them
+        return Whole(output, states)
+
+    return of
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("with_states", [False, True])
+def test_regeneration_goes_on_from_whatever_a_kill_left(
+    recipe: Path, whole_regeneration: Callable[[bool], Whole], tmp_path: Path, with_states: bool, every: int
+) -> None:
+    whole = whole_regeneration(with_states)
+    for state in whole.states[::every]:
+        output = restore(state, tmp_path / "out")
+        regenerate_in(recipe, output, with_states)
+        content = state.get("conversations.jsonl") or b""
+        assert (output / "conversations.jsonl").read_bytes().startswith(content[: content.rfind(b"\n") + 1])
+        check_regenerated(output, whole.output, with_states)
+
+
+@pytest.mark.parametrize(
+    ("full", "limit"), {"conversations.jsonl": 3000, "conversations.rejects.jsonl": 100, "states/written": 6000}.items()
+)
+def test_a_full_disk_is_one_message_and_loses_nothing(
+    recipe: Path, whole_regeneration: Callable[[bool], Whole], tmp_path: Path, full: str, limit: int
+) -> None:
+    with_states = full == "states/written"
+    whole, output = whole_regeneration(with_states), tmp_path / "out"
+    if with_states:  # the target's files are there, which are larger than the limit
+        restore(next(state for state in whole.states if "states/written/manifest.json" in state), output)
+    with pytest.raises(UserError, match=r"cannot be written.*File too large.*make room") as end, full_disk(limit):
+        regenerate_in(recipe, output, with_states)
+    assert len(end.value.problems) == 1 and str(output / full) in end.value.problems[0]
+    left = {path: path.read_bytes() for path in output.glob("*.jsonl")}
+    assert left and all(content.endswith(b"\n") or not content for content in left.values())
+    regenerate_in(recipe, output, with_states)
+    assert all(path.read_bytes().startswith(content) for path, content in left.items())
+    check_regenerated(output, whole.output, with_states)
+
+
+@pytest.mark.slow
+def test_kills_of_regeneration_lose_and_repeat_nothing(
+    recipe: Path, whole_regeneration: Callable[[bool], Whole], tmp_path: Path
+) -> None:
+    written = tmp_path / "conversations.jsonl"
+    kill_again_and_again("data_gen/regenerate.py", recipe, tmp_path, lambda: lines_in(written))
+    check_regenerated(tmp_path, whole_regeneration(False).output)
+
+
+# Training.
+
+
+def train_in(recipe: Path, output: Path, *more: str) -> None:
+    run_main(eagle3, recipe, f"output_dir={output}", *more)
+
+
+@pytest.fixture(scope="module")
+def whole_training(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    output = to_train(tmp_path_factory.mktemp("whole"))
+    with synced_before_renamed(), watched(output) as states:
+        train_in(recipe, output)
+    assert [line["step"] for line in metrics(output)] == [2, 3, 4, 6]
+    return Whole(output, states)
+
+
+def check_trained(output: Path, expected: Path) -> None:
+    """The same metrics, drafter, checkpoints and files: every one of `expected`, and no other."""
+    assert metrics(output) == metrics(expected)
+    assert files_of(output) == files_of(expected)
+    tensors, wanted = (load_file(folder / "drafter/model.safetensors") for folder in (output, expected))
+    assert tensors.keys() == wanted.keys() and all(torch.equal(tensors[name], wanted[name]) for name in tensors)
+    for path in (output / "draft_vocab.safetensors", *output.glob("checkpoints/*/*.safetensors")):
+        assert file_digest(path) == file_digest(expected / path.relative_to(output)), path
+    whole = list_checkpoints(output / "checkpoints")
+    settle(output / "checkpoints")
+    assert list_checkpoints(output / "checkpoints") == whole and len(whole) == 2  # none was set aside
+
+
+def files_of(output: Path) -> set[str]:
+    return {path.relative_to(output).as_posix() for path in output.rglob("*")}
+
+
+def test_every_kill_leaves_whole_checkpoints(whole_training: Whole, tmp_path: Path) -> None:
+    """None is lost once it is there, until newer ones are."""
+    newest = 0
+    for state in whole_training.states:
+        checkpoints = restore(state, tmp_path / "out") / "checkpoints"
+        settle(checkpoints)
+        steps = [int(path.name[-8:]) for path in list_checkpoints(checkpoints)]
+        assert not list(checkpoints.glob("*.*")) and max(steps, default=0) >= newest
+        newest = max(steps, default=0)
+    assert newest == STEPS
+
+
+@pytest.mark.parametrize("every", [19, *EVERY[1:]])
+def test_training_goes_on_from_whatever_a_kill_left(
+    recipe: Path, whole_training: Whole, tmp_path: Path, every: int
+) -> None:
+    for state in whole_training.states[::every]:
+        output = restore(state, tmp_path / "out")
+        train_in(recipe, output)
+        check_trained(output, whole_training.output)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    at = content.index(b"sha256") + 12 if path.name == "manifest.json" else len(content) // 2
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [cut, flip, Path.unlink])
+def test_damaged_checkpoints_are_named_and_set_aside(
+    whole_training: Whole, tmp_path: Path, capsys: pytest.CaptureFixture, harm: Callable[[Path], None]
+) -> None:
+    """Each file of the newest one."""
+    before, newest = list_checkpoints(whole_training.output / "checkpoints")
+    names = sorted(path.name for path in newest.iterdir())
+    assert {"manifest.json", "trainer_state.json", "model.safetensors", "optimizer.safetensors"} == set(names)
+    for name in names:
+        copy = tmp_path / name
+        shutil.copytree(newest.parent, copy)
+        harm(copy / newest.name / name)
+        settle(copy)
+        # A manifest of other digests makes any file look wrong.
+        expected = f"{copy / newest.name}: damaged: {'' if name == 'manifest.json' else name}"
+        assert expected in capsys.readouterr().out
+        assert {path.name for path in copy.iterdir()} == {before.name, f"{newest.name}.damaged"}
+
+
+def test_the_checkpoint_before_a_damaged_one_is_used(
+    recipe: Path, whole_training: Whole, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(whole_training.output, output)
+    before, damaged = list_checkpoints(output / "checkpoints")
+    flip(damaged / "optimizer.safetensors")
+    train_in(recipe, output)
+    assert f"resumed from {before}" in capsys.readouterr().out
+    shutil.rmtree(damaged.with_suffix(".damaged"))
+    check_trained(output, whole_training.output)
+    for checkpoint in list_checkpoints(damaged.parent):
+        cut(checkpoint / "model.safetensors")
+    left = state_of(output)
+    with pytest.raises(UserError, match="delete the folder to start again") as end:
+        train_in(recipe, output)
+    assert sum("model.safetensors has" in problem for problem in end.value.problems) == 2
+    assert state_of(output) == left  # a second start must not begin anew
+
+
+def test_a_full_disk_keeps_the_checkpoints_that_there_are(
+    recipe: Path, whole_training: Whole, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    first = "checkpoints/step-00000002"
+    states = (state for state in whole_training.states if f"{first}/trainer_state.json" in state)
+    output = restore(next(states), tmp_path / "run")
+    for limit in (50_000, 100_000):  # too little for model.safetensors, for optimizer.safetensors
+        with pytest.raises(UserError, match=r"step-00000004\.partial: cannot be written"), full_disk(limit):
+            train_in(recipe, output)
+    train_in(recipe, output)
+    assert f"resumed from {output / first}" in capsys.readouterr().out
+    check_trained(output, whole_training.output)
+
+
+@pytest.mark.slow
+def test_kills_of_training_give_the_same_losses(recipe: Path, whole_training: Whole, tmp_path: Path) -> None:
+    output = to_train(tmp_path)
+    kill_again_and_again("train/eagle3.py", recipe, output, lambda: lines_in(output / "metrics.jsonl"))
+    check_trained(output, whole_training.output)
+
+
+def test_sigterm_saves_and_ctrl_c_says_where_it_goes_on(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def logged(lines: int) -> Callable[[], bool]:
+        return lambda: lines_in(output / "metrics.jsonl") >= lines
+
+    output, long = to_train(tmp_path / "run"), "train.max_steps=18"
+    checkpoints = output / "checkpoints"
+    with signalled_when(logged(1), signal.SIGTERM):
+        train_in(recipe, output, long)
+    stopped = re.search(r"SIGTERM: stopped after step (\d+), which is saved", capsys.readouterr().out)
+    assert stopped and list_checkpoints(checkpoints)[-1].name == f"step-{int(stopped[1]):08d}"
+    assert not (output / "drafter").exists()
+    said = rf"interrupted after step \d+; the same command resumes from step \d+ \({checkpoints}"
+    with pytest.raises(KeyboardInterrupt, match=said), signalled_when(logged(6), signal.SIGINT):
+        train_in(recipe, output, long)
+    train_in(recipe, output, long)
+    whole = to_train(tmp_path / "whole")
+    train_in(recipe, whole, long)
+    check_trained(output, whole)

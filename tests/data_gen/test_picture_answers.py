@@ -1,0 +1,281 @@
+"""Regeneration with pictures: what is asked, what a line holds, resumption, and pictures that cannot be used."""
+
+import base64
+import io
+import json
+import shutil
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from draftsmith.data_gen import capture
+from draftsmith.data_gen.server_client import generator as server_generator
+from draftsmith.models.chat import render_prompt
+from draftsmith.models.target_files import TargetFiles
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.sections.target import TargetSection
+from tests.clock import on
+from tests.data_gen.fake_server import STOP, FakeServer, expected
+from tests.data_gen.regeneration_place import RegenerationPlace
+from tests.recipes.test_pictures import turned
+from tests.store_cases import assert_same_store
+from tests.tiny_vision import BASIC_FAMILIES, PLACEHOLDER, picture, save_vision_target
+from tests.training_runs import run_main
+
+STOPS = (4, 9, 11, 50, 60, 70, 80, 200, 210, 220, 230, 240, 250)  # many, so that answers end
+
+
+class Place(RegenerationPlace):
+    """With pictures."""
+
+    def __init__(self, folder: Path, target: Path, capsys: pytest.CaptureFixture):
+        super().__init__(folder, target, capsys, {"batch_size": 3, "max_new_tokens": 20, "temperature": 0})
+        for seed, name in enumerate(("a.png", "b.png", "c.png")):
+            picture(24, 16, seed).save(folder / name)
+
+    def reasons(self) -> dict[str, str]:
+        return {line["record"]["id"]: line["reason"] for line in self.records(self.rejects)}
+
+    def part(self, name: str) -> dict[str, str]:
+        path = self.folder / name
+        return {"type": "image", "path": str(path), "sha256": sha256(path.read_bytes()).hexdigest()}
+
+
+def say(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    saved = {}
+    for family in BASIC_FAMILIES:
+        saved[family] = folder = save_vision_target(tmp_path_factory.mktemp(family), family)
+        path = folder / "generation_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": STOPS, "temperature": 0.01}))
+    return saved
+
+
+FAMILIES = [BASIC_FAMILIES[0], *(pytest.param(family, marks=pytest.mark.slow) for family in BASIC_FAMILIES[1:])]
+
+
+@pytest.fixture(params=FAMILIES)
+def place(
+    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> Place:
+    return Place(tmp_path, folders[request.param], capsys)
+
+
+def some_prompts(place: Place) -> list[dict[str, Any]]:
+    encoded = base64.b64encode((place.folder / "c.png").read_bytes()).decode()
+    url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+    turns = [{"role": "user", "content": text} for text in ("<image>\nthe cat", "the dog", "<image> and <image>")]
+    return [
+        {"id": "parts", "messages": [user(say("the cat"), {"type": "image", "path": "a.png"}, say("at length"))]},
+        {"id": "other", "messages": [user(say("the cat"), {"type": "image", "path": "b.png"}, say("at length"))]},
+        {"id": "turns", "messages": turns, "images": ["a.png", "b.png", "c.png"]},
+        {"id": "column", "prompt": "the mat", "image": "b.png"},
+        {"id": "url", "messages": [user(url, say("the rain"))]},
+        {"id": "text", "prompt": "the cat and the dog"},
+    ]
+
+
+def test_lines_name_their_pictures_and_hold_what_was_asked(place: Place) -> None:
+    place.write_prompts(*some_prompts(place))
+    place.run()
+    records, tokenizer = place.by_id(), TargetFiles(TargetSection(model=str(place.target))).tokenizer
+    assert set(records) == {"parts", "other", "turns", "column", "url", "text"}
+    a, b, c = (place.part(name) for name in ("a.png", "b.png", "c.png"))
+    first = {key: record["messages"][0]["content"] for key, record in records.items()}
+    assert first["parts"] == [say("the cat"), a, say("at length")] and first["column"] == [b, say("the mat")]
+    assert first["turns"] == [a, say("the cat")] and first["text"] == "the cat and the dog"
+    stored = first["url"][0]
+    assert stored["sha256"] == c["sha256"] == sha256(Path(stored["path"]).read_bytes()).hexdigest()
+    assert "base64" not in place.path.read_text() and not any("images" in record for record in records.values())
+    for record in records.values():
+        for number, turn in enumerate(record["turns"]):
+            prompt = render_prompt(tokenizer, record["messages"][: 2 * number + 1])
+            assert turn["prompt_token_ids"] == list(prompt)
+            assert turn["prompt_token_ids"].count(PLACEHOLDER) == sum(insert.length for insert in prompt.inserts)
+    turns = [records[key]["turns"][0] for key in ("parts", "other")]
+    assert turns[0]["prompt_token_ids"] == turns[1]["prompt_token_ids"]
+    assert turns[0]["output_token_ids"] != turns[1]["output_token_ids"]  # the target looked
+
+
+def test_a_stopped_run_goes_on_and_other_pictures_are_other_prompts(place: Place) -> None:
+    place.write_prompts(*some_prompts(place))
+    place.run()
+    whole = place.path.read_bytes().splitlines(keepends=True)
+    place.path.write_bytes(b"".join(whole[:2]) + whole[2][:100])
+    place.run()
+    assert sorted(place.path.read_bytes().splitlines(keepends=True)) == sorted(whole)
+    place.write_prompts({"id": "parts", "messages": [user(say("the cat"), place.part("b.png"), say("at length"))]})
+    with pytest.raises(UserError, match="was asked something else"):
+        place.run()
+    place.write_prompts(some_prompts(place)[3])  # its path is relative
+    picture(24, 16, seed=9).save(place.folder / "b.png")
+    with pytest.raises(UserError, match="was asked something else"):
+        place.run()
+
+
+def test_unusable_pictures_are_rejected(place: Place) -> None:
+    (place.folder / "torn.png").write_bytes((place.folder / "a.png").read_bytes()[:60])
+    bad: dict[str, tuple[str, dict[str, Any]]] = {
+        "torn": ("picture truncated", {"prompt": "the mat", "image": "torn.png"}),
+        "gone": ("picture missing", {"prompt": "the mat", "image": "gone.png"}),
+        "many": ("placeholders", {"prompt": "<image> <image>", "image": "a.png"}),
+        "changed": ("picture changed", {"messages": [user(place.part("a.png") | {"sha256": "0" * 64}, say("x"))]}),
+        "film": ("not text or a picture", {"messages": [user({"type": "video", "path": "a.mp4"}, say("x"))]}),
+        "later": ("picture missing", {"messages": [user(say("x")), user({"type": "image", "path": "gone.png"})]}),
+    }
+    good = {"id": "good", "prompt": "the mat", "image": "b.png"}
+    place.write_prompts(good, *({"id": key} | record for key, (_, record) in bad.items()))
+    place.run()
+    assert set(place.by_id()) == {"good"}
+    assert {key: reason.split(":")[0] for key, reason in place.reasons().items()} == {k: v[0] for k, v in bad.items()}
+
+
+def test_answers_are_sampled_unless_the_recipe_says_otherwise(place: Place) -> None:
+    """The target's own temperature, 0.01, is not used."""
+    place.write_prompts(*some_prompts(place))
+    printed = place.run("--plan", "data.generator.temperature=null")
+    assert "temperature 1," in printed and not place.out.exists()
+    place.run("data.generator.temperature=null")
+    assert {record["generator"]["temperature"] for record in place.by_id().values()} == {1.0}
+
+
+@pytest.mark.parametrize(
+    "drafter", ["{kind: vispec, compressed_tokens: 2}", pytest.param("{kind: eagle}", marks=pytest.mark.slow)]
+)
+def test_states_are_stored_with_the_answers(
+    place: Place, drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    place.write_prompts(*some_prompts(place))
+    arguments = [f"drafter={drafter}", "data.capture.dtype=float32"]
+    place.run(*arguments, f"data.states={place.folder / 'states'}")
+    run_main(capture, place.recipe, *arguments, f"data.states={place.folder / 'captured'}")
+    assert_same_store(place.folder / "states", place.folder / "captured")
+    monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("the target was loaded"))
+    run_main(capture, place.recipe, *arguments, f"data.states={place.folder / 'states'}")
+    assert "all is captured" in capsys.readouterr().out
+
+
+# Servers.
+
+
+@pytest.fixture(params=FAMILIES)
+def served(
+    request: pytest.FixtureRequest,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> Place:
+    """With a target that has no weights, and one stop token."""
+    target = tmp_path / "target"
+    shutil.copytree(folders[request.param], target, ignore=shutil.ignore_patterns("*.safetensors"))
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP}))
+    for name, value in {"FIRST_PAUSE_SECONDS": 0.01, "FIRST_LOOK_SECONDS": 0.05, "TRIES": 3}.items():
+        monkeypatch.setattr(server_generator, name, value)
+    return Place(tmp_path, target, capsys)
+
+
+def server_of(place: Place, **manners: Any) -> FakeServer:
+    return FakeServer(TargetFiles(TargetSection(model=str(place.target))).tokenizer, **manners)
+
+
+def openai(server: FakeServer, **more: Any) -> list[str]:
+    words = {"kind": "openai", "base_urls": [server.url]} | more
+    return [f"data.generator.{key}={json.dumps(value)}" for key, value in words.items()]
+
+
+def images_of(body: dict[str, Any]) -> list[Image.Image]:
+    parts = [part for message in body["messages"] if message["role"] == "user" for part in message["content"]]
+    urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+    return [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+
+
+@pytest.mark.parametrize(
+    "ids", ["token_ids", "text", *(pytest.param(i, marks=pytest.mark.slow) for i in ("logprobs", "content"))]
+)
+def test_servers_get_pictures_as_messages(served: Place, ids: str) -> None:
+    place = served
+    place.write_prompts(*some_prompts(place))
+    with server_of(place, ids=ids) as server:
+        place.run(*openai(server))
+        place.run(*openai(server))  # asks nothing again
+        assert max(server.asked.values()) <= 2  # two prompts differ in their pictures alone
+        for body in server.bodies:
+            assert "messages" in body or body["prompt"].count(PLACEHOLDER) == 0
+            for image in images_of(body) if "messages" in body else ():
+                assert image.tobytes() in [picture(24, 16, seed).tobytes() for seed in range(3)]
+    records, tokenizer = place.by_id(), server.tokenizer
+    assert set(records) == {"parts", "other", "turns", "column", "url", "text"}
+    assert "base64" not in place.path.read_text()
+    for record in records.values():
+        for number, turn in enumerate(record["turns"]):
+            prompt = list(render_prompt(tokenizer, record["messages"][: 2 * number + 1]))
+            assert turn["prompt_token_ids"] == prompt
+            # A character of several tokens has no ids in llama.cpp's logprobs.
+            assert turn["output_token_ids"] == expected(tokenizer, prompt, 20)[0]
+            assert turn.get("retokenised", False) == (ids == "text") or ids == "content"
+
+
+@pytest.mark.parametrize(("shown", "believed"), [(1000, True), (None, False)])
+def test_ids_of_pictures_may_be_a_server_s_own_and_no_others(served: Place, shown: int | None, believed: bool) -> None:
+    place = served
+    place.write_prompts(*some_prompts(place)[:1])
+
+    def other_ids(reply: dict[str, Any]) -> None:
+        asked = reply["choices"][0]["prompt_token_ids"]
+        own = [shown if token == PLACEHOLDER else token for token in asked]
+        reply["choices"][0]["prompt_token_ids"] = own if shown else [*asked[1:], asked[0]]
+
+    with server_of(place, lie=other_ids) as server:
+        if believed:
+            place.run(*openai(server))
+        else:
+            with pytest.raises(UserError, match="another prompt"):
+                place.run(*openai(server))
+    assert set(place.by_id()) == ({"parts"} if believed else set())
+
+
+def test_servers_that_would_write_another_date_are_not_asked(served: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one rendered the messages a day later; no request can tell it the day."""
+    place, words = served, "{% if not date_string is defined %}{% set date_string = strftime_now('%F') %}{% endif %}"
+    saved = place.target / "chat_template.jinja"
+    saved.write_text(words + "{{ date_string }}" + saved.read_text())
+    place.write_prompts(*some_prompts(place)[:2])
+    on("2025-07-25", monkeypatch)
+    with server_of(place) as server:
+        place.run(*openai(server), "data.max_prompts=1")
+    on("2025-07-26", monkeypatch)
+    with server_of(place) as server:
+        with pytest.raises(UserError, match="this run's has been 2025-07-25"):
+            place.run(*openai(server))
+        assert len(place.by_id()) == 1 and not [body for body in server.bodies if "messages" in body]
+        fixed = ["target.template_args={date_string: 2025}", f"output_dir={place.folder / 'fixed'}"]
+        with pytest.raises(UserError, match=r"another prompt|counts"):  # this one renders what it likes
+            place.run(*openai(server), *fixed)
+        assert server.bodies[-1]["chat_template_kwargs"] == {"date_string": 2025}
+
+
+def test_what_servers_cannot_read_alike_is_sent_as_png(served: Place) -> None:
+    """Turned by EXIF data, or transparent."""
+    place = served
+    picture(24, 16).save(place.folder / "turned.jpg", exif=turned(6), quality=100)
+    picture(24, 16).convert("RGBA").save(place.folder / "clear.png")
+    picture(24, 16).save(place.folder / "plain.jpg")
+    forms = {"turned.jpg": ("PNG", (16, 24)), "clear.png": ("PNG", (24, 16)), "plain.jpg": ("JPEG", (24, 16))}
+    place.write_prompts(*({"id": name, "prompt": "the mat", "image": name} for name in forms))
+    with server_of(place) as server:
+        place.run(*openai(server, concurrency=1))
+    images = [images_of(body)[0] for body in server.bodies]
+    assert [(image.format, image.size) for image in images] == list(forms.values())
+    assert {image.mode for image in images} == {"RGB"}

@@ -1,0 +1,371 @@
+"""Regeneration: the decoding pool against `generate`, and the file that no kill can hurt."""
+
+import json
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.data_gen.answers import generators
+from draftsmith.data_gen.answers.conversation_log import ConversationLog
+from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
+from draftsmith.data_gen.training_rows.rows import training_rows
+from draftsmith.eval.measurement.evaluation import make_out
+from draftsmith.models.chat import prompt_date, render_prompt
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_session import TargetSession
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_write
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.prompts.reader import Rejects
+from draftsmith.recipes.sections.target import TargetSection
+from tests.clock import on
+from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
+from tests.data_gen.regeneration_place import RegenerationPlace
+from tests.decoding import decode, write_answers
+
+ROOT = Path(__file__).parents[2]
+# Many stop tokens, so that random-weight targets end most of their answers.
+STOPS = (4, 9, 11, 50, 60, 70, 80, 200, 210, 220, 230, 240, 250)
+
+
+def some_prompts(count: int, seed: int = 0) -> list[tuple[tuple[str, int], list[int]]]:
+    chance = random.Random(seed)
+    lengths = [chance.choice([1, 2, 5, 17, 40]) for _ in range(count)]
+    return [((f"c{i}", 0), [chance.randrange(5, 320) for _ in range(length)]) for i, length in enumerate(lengths)]
+
+
+def answers(model: Any, prompts: Any, **settings: Any) -> dict[Any, tuple[list[int], str]]:
+    defaults = {"max_new_tokens": 20, "max_length": 50, "stop_ids": STOPS, "sampling": Sampling(1.0), "batch_size": 4}
+    found = list(write_answers(model, iter(prompts), GenerationSettings(**defaults | settings)))
+    assert len({answer.key for answer in found}) == len(found)
+    return {key: (tokens, reason) for key, tokens, reason, _ in found}
+
+
+# The generator.
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("llama", {}), ("mistral", {"sliding_window": 8})])
+def test_greedy_answers_equal_generate_one_by_one(family: str, overrides: dict[str, Any]) -> None:
+    model = make_target(family, num_layers=3, **overrides)
+    prompts = some_prompts(15)
+    found = answers(model, prompts, sampling=GREEDY)
+    for key, prompt in prompts:
+        alone = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=min(20, 50 - len(prompt)),
+            eos_token_id=list(STOPS),
+        )[0, len(prompt) :].tolist()
+        assert found[key] == (alone, "stop" if alone[-1] in STOPS else "length")
+    assert Counter(reason for _, reason in found.values()).keys() == {"stop", "length"}
+
+
+def test_lengths_are_cut_at_both_limits() -> None:
+    model = make_target(num_layers=2)
+    prompts = [("long", [7] * 47), ("short", [7] * 3)]
+    found = answers(model, prompts, sampling=GREEDY, stop_ids=(319,))
+    assert [(len(found[key][0]), found[key][1]) for key in ("long", "short")] == [(3, "length"), (20, "length")]
+    with pytest.raises(ValueError, match="50 tokens leaves no room in 50"):
+        answers(model, [("full", [7] * 50)])
+
+
+def test_draws_do_not_depend_on_neighbours_or_order() -> None:
+    model, prompts, nucleus = make_target(num_layers=3), some_prompts(12), Sampling(1.0, top_p=0.9)
+    found = answers(model, prompts, sampling=nucleus, seed=3)
+    assert answers(model, prompts, sampling=nucleus, seed=3, batch_size=1) == found
+    assert answers(model, prompts[::-1], sampling=nucleus, seed=3, batch_size=9) == found
+    assert answers(model, prompts[5:6], sampling=nucleus, seed=3) == {prompts[5][0]: found[prompts[5][0]]}
+    assert answers(model, prompts, sampling=nucleus, seed=4) != found
+    # The same prompt under another key, as in a next turn, has draws of its own.
+    twice = answers(model, [(("c", 0), [7, 8]), (("c", 1), [7, 8])])
+    assert twice["c", 0] != twice["c", 1]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.8, top_p=0.8), Sampling(1.5, top_k=5)], ids=str)
+def test_answers_are_drawn_by_the_settings(sampling: Sampling) -> None:
+    """By the numbers of seed and key, from the law that tests/eval/test_sampling.py enumerates."""
+    model, prompts = make_target(num_layers=2), some_prompts(12)
+    found = answers(model, prompts, sampling=sampling, seed=3, max_new_tokens=9)
+    for key, prompt in prompts:
+        alone = decode(Target(model, (0,)), None, prompt, STOPS, 9, sampling, SeededDraws(3, key))
+        assert found[key][0] == alone.token_ids
+
+
+def test_no_row_is_decoded_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every position of every round gives a token that is kept; the prompt's pass gives the first one."""
+    writer = Writer(Target(make_target(num_layers=2), (0,)), GenerationSettings(20, 60, STOPS, GREEDY, batch_size=6))
+    sizes: list[int] = []
+    verify = TargetSession.verify
+    monkeypatch.setattr(TargetSession, "verify", lambda at, tree: sizes.append(tree.rows) or verify(at, tree))
+    found = [answer.token_ids for answer in writer(iter(some_prompts(30)))]
+    assert sum(sizes) == sum(len(tokens) - 1 for tokens in found)
+    assert len({len(tokens) for tokens in found}) > 3  # answers of unequal length: rows were replaced
+    assert max(sizes) == 6 and len(sizes) < sum(sizes) / 2
+
+
+# The script.
+
+
+class Workspace(RegenerationPlace):
+    """With a target that ends most answers."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture):
+        model = make_target(num_layers=3)
+        model.generation_config.eos_token_id = list(STOPS)
+        model.save_pretrained(folder / "target")
+        make_tokenizer().save_pretrained(folder / "target")
+        super().__init__(folder, folder / "target", capsys, {"batch_size": 4, "max_new_tokens": 20, "temperature": 0})
+
+    def ask(self, count: int, *more: Any) -> None:
+        """Conversations of 1, 2 and 3 user turns, then `more` lines, as `write_prompts` takes them."""
+        questions = [
+            {
+                "id": f"q{i}",
+                "messages": [{"role": "user", "content": f"the cat {i} {n}"} for n in range(1 + i % 3)],
+                "meta": {"number": i},
+            }
+            for i in range(count)
+        ]
+        self.write_prompts(*questions, *more)
+
+
+@pytest.fixture
+def place(tmp_path: Path, capsys: pytest.CaptureFixture) -> Workspace:
+    return Workspace(tmp_path, capsys)
+
+
+def test_records_hold_every_turn_and_who_wrote_it(place: Workspace) -> None:
+    place.ask(30)
+    printed = place.run()
+    records, tokenizer = place.records(), TargetFiles(TargetSection(model=str(place.target))).tokenizer
+    assert sorted(record["id"] for record in records) == sorted(f"q{i}" for i in range(30))
+    for record in records:
+        roles = [message["role"] for message in record["messages"]]
+        assert roles == ["user", "assistant"] * len(record["turns"])
+        assert len(record["turns"]) + record.get("unasked_turns", 0) == 1 + record["meta"]["number"] % 3
+        for i, turn in enumerate(record["turns"]):
+            output = turn["output_token_ids"]
+            assert turn["prompt_token_ids"] == render_prompt(tokenizer, record["messages"][: 2 * i + 1])
+            assert record["messages"][2 * i + 1]["content"] == tokenizer.decode(output, skip_special_tokens=True)
+            ends = output[-1] in STOPS
+            assert turn["finish_reason"] == ("stop" if ends else "length") and not set(output[:-1]).intersection(STOPS)
+            assert ends or (len(output) == 20 and i == len(record["turns"]) - 1)  # a cut answer ends its conversation
+        wanted = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "max_new_tokens": 20, "dtype": "float32"}
+        assert (wanted | {"target": str(place.target)}).items() <= record["generator"].items()
+        assert len(record["generator"]["tokenizer_fingerprint"]) == 64
+    assert {len(record["turns"]) for record in records} == {1, 2, 3} and any("unasked_turns" in r for r in records)
+    answered = [turn for record in records for turn in record["turns"]]
+    tokens = sum(len(turn["output_token_ids"]) for turn in answered)
+    assert f"30 of 30 conversations written\n{len(answered)} answers, {tokens:,} tokens" in printed
+    assert "most of them at data.generator.max_new_tokens 20" in printed
+    spans = [s for row in training_rows(place.path, tokenizer, 200, Rejects()) for s in row.spans]
+    assert sum(end - start for start, end in spans) == tokens
+
+
+def test_the_recipe_s_sampling_comes_before_the_target_s(place: Workspace) -> None:
+    place.ask(1)
+    path = place.target / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"top_k": 7}))
+    for given, wanted in (("null", 7), ("0", 0), ("5", 5)):
+        output = place.folder / given
+        place.run("data.generator.temperature=1", f"data.generator.top_k={given}", f"output_dir={output}")
+        assert [r["generator"]["top_k"] for r in place.records(output / "conversations.jsonl")] == [wanted]
+
+
+def test_every_prompt_has_the_date_of_the_first(
+    place: Workspace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whenever a run is resumed, trained on or measured; also another run that reads its answers."""
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE)
+    dated, kept = f"target.chat_template={tmp_path / 'dated.jinja'}", place.out / "prompt_date.txt"
+    place.ask(6)
+    on("2025-07-25", monkeypatch)
+    place.run(dated, "--plan")
+    assert not place.out.exists()
+    assert f"2025-07-25, kept in {kept}" in place.run(dated, "data.max_prompts=2")
+    on("2025-07-26", monkeypatch)
+    assert "the date into prompts" not in place.run(dated)
+    tokenizer = TargetFiles(load_recipe(place.recipe, [dated]).target).tokenizer
+    prompts = [tokenizer.decode(turn["prompt_token_ids"]) for record in place.records() for turn in record["turns"]]
+    assert len(place.by_id()) == 6 and all(str(prompt).startswith("25 Jul 2025") for prompt in prompts)
+    with pytest.raises(UserError, match="written with date '2025-07-25', this run has '2025-07-27'"):
+        place.run(dated, "target.date=2025-07-27")
+    for more, day in (
+        ([], "2025-07-26"),
+        ([f"data.conversations={place.path}"], "2025-07-25"),
+        ([f"data.states={place.out / 'states'}"], "2025-07-25"),
+    ):
+        recipe = load_recipe(place.recipe, [dated, f"output_dir={tmp_path / 'other'}", *more])
+        _ = TargetFiles(recipe.target).tokenizer
+        assert not (tmp_path / "other").exists()  # a recipe alone writes nothing
+        make_out(recipe)  # an evaluation does
+        assert prompt_date(TargetFiles(recipe.target).tokenizer) == day
+        assert (tmp_path / "other/prompt_date.txt").read_text() == f"{day}\n"
+        shutil.rmtree(tmp_path / "other")
+    atomic_write(tmp_path / "other/prompt_date.txt", "2025-07-20\n")  # its own comes first
+    recipe = load_recipe(place.recipe, [dated, f"output_dir={tmp_path / 'other'}", f"data.conversations={place.path}"])
+    assert prompt_date(TargetFiles(recipe.target).tokenizer) == "2025-07-20"
+    kept.write_text("July\n")
+    with pytest.raises(UserError, match=r"prompt_date\.txt: 'July' is not a date"):
+        place.run(dated)
+
+
+def test_bad_prompts_are_kept_with_their_reason(place: Workspace) -> None:
+    bad: dict[str, Any] = {
+        "not UTF-8": b'{"id": "windows", "messages": [{"role": "user", "content": "caf\xe9"}]}',
+        "malformed JSON": b'{"id": "torn", "messages": [',
+        "no user turn": {"id": "mute", "messages": [{"role": "system", "content": "x"}]},
+        "longer than data.max_length": {"id": "long", "prompt": "x" * 400},
+        "not text only": {"id": "picture", "prompt": "What is this?", "images": ["x.png"]},
+    }
+    place.ask(3, *bad.values())
+    printed = place.run()
+    assert {record["id"] for record in place.records()} == {"q0", "q1", "q2"}
+    rejected = place.records(place.rejects)
+    assert {record["line"]: record["reason"].split(":")[0] for record in rejected} == dict(enumerate(bad, start=4))
+    assert {record["source"] for record in rejected} == {str(place.prompts)}
+    # Two that could be read were not written, and the summary says what became of them.
+    assert "3 of 5 conversations written, 2 rejected\n" in printed and "in all, 5 records rejected" in printed
+    # Asked again: the same answer, and no reject twice.
+    assert "3 of 5 conversations are done" in place.run()
+    assert len(place.records(place.rejects)) == 5 and len(place.records()) == 3
+
+
+@pytest.mark.parametrize("lines", [[], [b"", b"  "], [b"{"]])
+def test_nothing_to_ask_is_an_error(place: Workspace, lines: list[Any]) -> None:
+    place.ask(0, *lines)
+    with pytest.raises(UserError, match=r"is empty|no usable"):
+        place.run()
+    assert not place.path.exists()
+
+
+def test_a_prompt_of_all_tokens_that_a_row_may_have_is_not_asked(place: Workspace) -> None:
+    tokenizer = TargetFiles(TargetSection(model=str(place.target))).tokenizer
+    prompt = "the cat and the dog ran after 12 345 678"
+    place.write_prompts({"id": "q", "prompt": prompt})
+    length = len(render_prompt(tokenizer, [{"role": "user", "content": prompt}]))
+    with pytest.raises(UserError, match=r"none of 1 conversations could be asked; 1 .*longer"):
+        place.run(f"data.max_length={length}")
+    place.run(f"data.max_length={length + 1}")
+    assert [len(turn["output_token_ids"]) for turn in place.records()[0]["turns"]] == [1]
+
+
+def test_a_finished_file_is_left_alone(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.ask(5)
+    place.run()
+    before = place.path.read_bytes()
+    monkeypatch.setattr(generators, "LoadedModels", None)  # not needed, nor for a plan
+    assert "all 5 conversations are done" in place.run()
+    assert "conversations that are not in data.prompts: 3; kept" in place.run("data.max_prompts=2")
+    assert place.path.read_bytes() == before
+    assert "5 conversations, 9 answers" in place.run("--plan", f"output_dir={place.folder / 'new'}")
+    assert not (place.folder / "new").exists()
+
+
+def test_equal_questions_are_asked_once_and_files_that_hold_them_go_on(place: Workspace) -> None:
+    place.ask(2, {"prompt": "cat"}, {"id": "again", "prompt": "cat"}, {"prompt": "dog"})
+    assert "repeated questions" not in place.run("data.duplicates=keep")
+    whole = place.path.read_bytes()
+    assert "repeated questions dropped: 1 (" in place.run("--plan")
+    printed = place.run()
+    assert "repeated questions dropped: 1 (" in printed and "that are not in data.prompts: 1; kept" in printed
+    assert place.path.read_bytes() == whole
+
+
+def test_torn_last_line_is_cut_off_and_made_anew(place: Workspace) -> None:
+    place.ask(8)
+    place.run()
+    whole = place.path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    expected = sorted(whole.splitlines())
+    for torn in (lines[5][:-1], lines[5][: len(lines[5]) // 2], b'{"id"', b"\0" * 50 + b"\n"):
+        place.path.write_bytes(b"".join(lines[:5]) + torn)
+        assert f"its last line was torn ({len(torn)} bytes)" in place.run()
+        assert sorted(place.path.read_bytes().splitlines()) == expected
+
+
+def test_files_of_other_origin_are_refused(place: Workspace) -> None:
+    place.ask(4)
+    place.run()
+    first, *rest = place.path.read_bytes().splitlines(keepends=True)
+    with pytest.raises(UserError, match=r"jsonl:1: written with temperature 0\.0, .* 0\.7(.|\n)*top_k 0, .* 5"):
+        place.run("data.generator.temperature=0.7", "data.generator.top_k=5", "--plan")
+    # Other weights at the same place; the tokenizer is the same.
+    place.ask(5)
+    make_target(num_layers=3, seed=1, eos_token_id=list(STOPS)).save_pretrained(place.target)
+    with pytest.raises(UserError, match="the target was changed"):
+        place.run()
+    for second, said in ((b"not mine\n", "not a line of regenerate's"), (first, r"conversation 'q\d' is there twice")):
+        place.path.write_bytes(first + second + b"".join(rest))
+        with pytest.raises(UserError, match=rf"conversations\.jsonl:2: {said}"):
+            place.run()
+
+
+def test_other_prompts_of_the_same_ids_are_refused(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids are often a file's name and a line: answers to another file's questions must not count as done."""
+
+    def record(*contents: str, **more: Any) -> dict[str, Any]:
+        roles = ("user", "assistant") * 2
+        messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+        return {"id": "a", "messages": messages, "tools": [{"name": "look_up"}]} | more
+
+    place.ask(2, record("u", "a", "v"))
+    place.run()
+    whole = place.path.read_bytes()
+    monkeypatch.setattr(generators, "LoadedModels", None)  # not needed
+    for other in (record("w", "a", "v"), record("u", "a", "v", tools=[{"name": "f"}]), record("u", "a", "v", tools=[])):
+        place.ask(2, other)
+        for arguments in ([], ["--plan"]):
+            with pytest.raises(UserError, match=rf"{place.path}:\d: .*'a'.* {place.prompts}:3 "):
+                place.run(*arguments)
+    # The same question: other answers in the source, other metadata, another line.
+    place.ask(1, record("u", "an answer that is not asked for", "v", "b", meta={}))
+    assert "all 2 conversations are done" in place.run()
+    # Each is named.
+    place.ask(0, *({"id": f"q{i}", "prompt": f"x{i}"} for i in range(2)))
+    with pytest.raises(UserError, match=r"'q0'(.|\n)*'q1'"):
+        place.run()
+    assert place.path.read_bytes() == whole
+
+
+OURS = {"id": "a", "asked_digest": "d", "turns": []}
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"', b'{"id": "a", "mess', b"\0" * 9, b'{"id": "a", "turns": [], "asked_digest": "d"']
+)
+def test_a_torn_line_is_cut_off(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(torn)
+    with ConversationLog(path, {"target": "t"}) as log:
+        log.append(OURS)
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn)
+    with ConversationLog(path, {"target": "t"}) as log:
+        assert log.content.done == {"a": (1, "d")} and path.read_bytes() == whole
+    path.write_bytes(torn)
+    with ConversationLog(path, {"target": "t"}):
+        pass
+    assert not path.exists()  # nothing was appended: an empty file would look like a result
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"id": "a", "prompt": "x"}]', '{"id": "a", "prompt": "x"}', '{"prompt": "x", "id": "a"}', "some text",
+        "some text\n", '{"id": "a", "prompt": "x",}\n', "[" * 100_000, "null", '{"id": "a", "messages": []}\n',
+    ],
+)  # fmt: skip
+def test_what_somebody_else_wrote_is_never_taken_for_a_torn_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.jsonl").write_text(text)
+    with pytest.raises(UserError, match=r"c\.jsonl:1: not a line of regenerate's"):
+        ConversationLog(tmp_path / "c.jsonl", {"target": "t"})
+    assert (tmp_path / "c.jsonl").read_text() == text

@@ -1,0 +1,432 @@
+"""The hidden-state store: what is in it, that training from it is training with the target, what it refuses."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from draftsmith.data_gen.states.manifest import entry_path
+from draftsmith.data_gen.states.store import ENCODINGS, Store, key_of, teacher_positions
+from draftsmith.data_gen.states.stored_target import StoredTarget, check_head
+from draftsmith.eval.decoding.policies import policy_of
+from draftsmith.models.alignment import columns_of
+from draftsmith.models.drafters import drafter_shape
+from draftsmith.models.target import Target
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.eval import TreeSection
+from draftsmith.recipes.sections.train import TrainSection
+from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, teacher_of
+from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
+from draftsmith.train.run.initial_drafter import new_drafter
+from draftsmith.train.run.schedule import BATCHES_AHEAD, Schedule
+from draftsmith.train.run.settings import trainee_of as trainee_of_section
+from draftsmith.train.run.state_sources import (
+    OnlineStates,
+    ShardOrder,
+    StateSource,
+    StoredStates,
+)
+from draftsmith.train.run.validation_replay import ValidationReplay, answers_of, replay_metrics
+from tests.conftest import make_target, make_tokenizer
+from tests.drafter_cases import assert_same_gradients, gradients
+from tests.ranks import run_ranks
+from tests.store_cases import CONVERSATIONS, KINDS, SHARDS, capture, refusals, rows_of, target_of
+from tests.store_cases import copy as copy
+from tests.store_cases import recipe_path as recipe_path
+from tests.store_cases import store as store
+from tests.store_cases import stores as stores
+from tests.thinning import a_few
+from tests.training_runs import metrics, to_train, train
+
+ROOT = Path(__file__).parents[2]
+REPLAY = [
+    "train.eval_replay=3",
+    "train.save_every_steps=6",
+    "eval.tree={nodes: 60, draft_calls: 1, top_k: 59}",
+]  # so wide that chance hits
+
+
+def names_in(path: Path) -> set[str]:
+    with safe_open(path, "pt") as file:
+        return set(file.keys())
+
+
+# What is stored.
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_states_come_back_as_near_as_their_dtype_allows(name: str) -> None:
+    """Each element against arithmetic on it alone."""
+    encoding = ENCODINGS[name]
+    states = (
+        torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-3, 1.0, 300.0])[:, None]
+    )
+    states[4, 2] = 0
+    decoded = encoding.decode(*encoding.encode(states), torch.float32)
+    largest = states.abs().amax(-1, keepdim=True)
+    allowed = {
+        "float32": torch.zeros_like(states),
+        "bfloat16": states.abs() * 2**-8,  # half a step of 8 bits of precision, at most
+        "fp8": states.abs() * 2**-4 * 1.001 + largest / 448 * 2**-10,  # half a step of 4 bits; of subnormals 2^-9
+    }[name]
+    assert bool(((decoded - states).abs() <= allowed).all())
+    assert encoding.bytes_of(64) == {"float32": 256, "bfloat16": 128, "fp8": 68}[name]
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_what_is_not_finite_does_not_become_so(name: str) -> None:
+    states = torch.randn(4, 8)
+    states[1:, 3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    decoded = ENCODINGS[name].decode(*ENCODINGS[name].encode(states), torch.float32)
+    assert decoded.isfinite().all(-1).tolist() == [True, False, False, False]
+
+
+def test_teacher_positions_are_those_that_columns_look_at() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        edges = sorted(chance.sample(range(25), 2 * chance.randint(1, 4)))
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        span = torch.zeros(1, 25, dtype=torch.long)
+        for number, (start, end) in enumerate(spans, start=1):
+            span[0, start:end] = number
+        columns = columns_of(span, steps=3)
+        expected = {
+            int(t) + 1 + k for k in range(3) for t in columns.index[0][columns.counted(k)[0]]
+        }  # every teacher of every step
+        assert teacher_positions(spans) == sorted(expected)
+
+
+def test_a_store_holds_what_the_target_says_of_each_row_alone(recipe_path: Path, store: Path) -> None:
+    recipe = load_recipe(recipe_path)
+    target, rows, opened = target_of(recipe), rows_of(recipe), Store(store)
+    assert len({opened.shard_of(row) for row in rows}) == SHARDS == opened.manifest.of
+    for row in rows:
+        # Beside other rows, in padded batches: float32 sums in another order, of states as large as 30.
+        stored, states = opened.read(row), target.states(torch.tensor([row.input_ids]))
+        length = max(end for _, end in row.spans) - 1  # nothing reads the last token's state
+        torch.testing.assert_close(stored.captured.flatten(1), states.captured[0, :length], rtol=1e-4, atol=1e-4)
+        assert stored.last is not None and stored.captured.shape == (length, 3, 32)
+        torch.testing.assert_close(stored.last, states.last[0, teacher_positions(row.spans)], rtol=1e-4, atol=1e-4)
+    with safe_open(store / "shard-00000.safetensors", "pt") as shard:
+        first = next(row for row in rows if key_of(row) == shard.get_tensor("key")[0].numpy().tobytes())
+        assert shard.get_tensor("starts")[:2].tolist() == [0, max(end for _, end in first.spans) - 1]
+        assert shard.get_tensor("last_starts")[:2].tolist() == [0, len(teacher_positions(first.spans))]
+    assert opened.manifest.total("rows") == len(rows)
+    assert opened.manifest.total("tokens") == sum(len(row.input_ids) - 1 for row in rows)
+
+
+def test_rows_with_states_that_are_not_finite_are_named_and_kept(
+    recipe_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    model, rows = make_target(), rows_of(load_recipe(recipe_path))
+    token = rows[0].input_ids[5]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[token] = float("nan")
+    shutil.copytree(recipe_path.parent / "target", tmp_path / "target")
+    model.save_pretrained(tmp_path / "target")
+    capture(
+        recipe_path,
+        f"target.model={tmp_path / 'target'}",
+        f"data.states={tmp_path / 'states'}",
+        "data.capture.dtype=fp8",
+    )
+    opened, broken = Store(tmp_path / "states"), [row for row in rows if token in row.input_ids]
+    assert opened.manifest.total("nonfinite_rows") == len(broken) > 0
+    assert f"NaN or inf among the states of {len(broken)} rows" in capsys.readouterr().out
+    for row in rows:
+        stored = opened.read(row)
+        decoded = opened.encoding.decode(stored.captured, stored.captured_scale, torch.float32)
+        assert bool(decoded.isfinite().all()) == (row not in broken)
+
+
+# Training from a store.
+
+
+def sums_of(source: StateSource, target: Target, trainee: TrainingTimeTest, batch: MicroBatch) -> UnrollSums:
+    columns = columns_of(batch.span, trainee.steps)
+    captured, last = source.of(batch)
+    teacher = teacher_of(target, last, batch.ids, columns, trainee.drafter.vocab)
+    sums = trainee(
+        captured,
+        target.inputs(batch.ids, batch.position, dtype=trainee.drafter.dtype),
+        columns,
+        teacher,
+        batch.documents,
+    )
+    sums.loss.backward()
+    return sums
+
+
+def trainee_of(recipe: Recipe, target: Target) -> TrainingTimeTest:
+    torch.manual_seed(3)
+    shape = drafter_shape(recipe.drafter, target.config)
+    full = DraftVocab.full(320)
+    vocab = DraftVocab(torch.arange(0, 320, 2), 320) if recipe.drafter.vocab_size else full
+    return trainee_of_section(recipe.train, new_drafter(recipe.drafter, shape, vocab, target, {}))
+
+
+FEW_KINDS = a_few(KINDS, "eagle3", "poss")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", FEW_KINDS)
+def test_the_same_batches_give_the_same_losses_and_gradients_as_with_the_target(
+    recipe_path: Path, stores: Callable[[str], Path], kind: str, packed: bool
+) -> None:
+    """To what float32 makes of the target's products in batches of another shape."""
+    recipe = load_recipe(recipe_path, KINDS[kind])
+    target, rows = target_of(recipe), rows_of(recipe)
+    opened = Store(stores(kind))
+    assert ("last" in names_in(stores(kind) / "shard-00000.safetensors")) == ("eagle3" in kind)
+    stand_in = StoredTarget(opened, target.config)
+    stored = StoredStates(opened, rows, torch.device("cpu"), stand_in.dtype)
+    one, other = trainee_of(recipe, target), trainee_of(recipe, stand_in)
+    for numbers in ([3, 0, 11], [20], [5, 6, 7, 8]):
+        batch = collate([rows[i] for i in numbers], packed, numbers)
+        online, offline = sums_of(OnlineStates(target), target, one, batch), sums_of(stored, stand_in, other, batch)
+        assert online.loss.item() > 1
+        torch.testing.assert_close(offline.loss, online.loss, rtol=2e-5, atol=0)
+        assert torch.equal(offline.reached, online.reached) and torch.equal(offline.correct, online.correct)
+        assert_same_gradients(gradients(other.drafter), gradients(one.drafter), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("kind", FEW_KINDS)
+def test_replay_along_stored_states_is_replay_with_the_target(
+    recipe_path: Path, stores: Callable[[str], Path], kind: str
+) -> None:
+    """Round by round. The drafter is untrained, but a tree this wide holds many of the tokens."""
+    recipe = load_recipe(recipe_path, KINDS[kind])
+    target, rows = target_of(recipe), rows_of(recipe)
+    opened = Store(stores(kind))
+    stand_in = StoredTarget(opened, target.config)
+    stored = StoredStates(opened, rows, torch.device("cpu"), stand_in.dtype)
+    drafter = trainee_of(recipe, target).drafter.eval()
+    wide = policy_of(TreeSection(policy="eagle2", nodes=60, draft_calls=2, top_k=50))
+    replay = ValidationReplay(answers_of(rows, 12), wide, batch_size=10)
+    online = replay.share(target, drafter, 0, 1, OnlineStates(target))
+    offline = [each for rank in range(2) for each in replay.share(stand_in, drafter, rank, 2, stored)]
+    rounds = {(tuple(g.prompt_token_ids), *g.token_ids): g.accepted_per_round for g in online}
+    assert len(rounds) == len(online) == len(offline) == 18  # every second conversation has two turns
+    assert sum(map(sum, rounds.values())) > 15
+    assert {(tuple(g.prompt_token_ids), *g.token_ids): g.accepted_per_round for g in offline} == rounds
+    assert replay_metrics(offline)["replay_tau"] == replay_metrics(online)["replay_tau"]
+
+
+def assert_same_target(stored: StoredTarget, target: Target) -> None:
+    """As far as training asks."""
+    assert torch.equal(stored.embedding_table, target.embedding_table)
+    states = torch.randn(3, 32)
+    assert torch.equal(stored.logits(states), target.logits(states))
+    for name in ("vocab_size", "hidden_size", "num_layers", "capture_layers", "embedding_scale", "dtype", "device"):
+        assert getattr(stored, name) == getattr(target, name), name
+
+
+def test_a_stored_target_is_the_target_as_far_as_training_asks(recipe_path: Path, store: Path) -> None:
+    target = target_of(load_recipe(recipe_path))
+    stored = StoredTarget(Store(store), target.config)
+    assert_same_target(stored, target)
+    with pytest.raises(UserError, match=r"only its head and embeddings: leave data\.states out"):
+        stored.states(torch.zeros(1, 3, dtype=torch.long))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, settings, names",
+    [
+        ("llama", {"tie_word_embeddings": True}, {"embedding"}),
+        ("gemma2", {"final_logit_softcapping": 5.0, "tie_word_embeddings": True}, {"embedding"}),
+        ("phi", {}, {"embedding", "head", "bias"}),
+    ],
+)
+def test_heads_of_other_families(
+    recipe_path: Path, tmp_path: Path, family: str, settings: dict[str, Any], names: set[str]
+) -> None:
+    """Tied, soft-capped with scaled embeddings, with a bias."""
+    model = make_target(family, **settings)
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        torch.nn.init.normal_(model.get_output_embeddings().bias)
+    model.save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    capture(recipe_path, f"target.model={tmp_path / 'target'}", f"data.states={tmp_path / 'states'}")
+    target = target_of(load_recipe(recipe_path, [f"target.model={tmp_path / 'target'}"]))
+    assert_same_target(StoredTarget(Store(tmp_path / "states"), target.config), target)
+    assert names_in(tmp_path / "states/target/head.safetensors") == names
+
+
+def test_a_head_that_is_more_than_its_weight_is_refused(recipe_path: Path) -> None:
+    target = target_of(load_recipe(recipe_path))
+
+    def doubled(module: Any, inputs: Any, output: Any) -> Any:
+        return 2 * output
+
+    target.head.register_forward_hook(doubled)
+    with pytest.raises(UserError, match="more than a matrix"):
+        check_head(target)
+
+
+@pytest.mark.parametrize("kind", a_few(["eagle3", "eagle", "poss"], "eagle3"))
+def test_runs_from_a_store_log_what_runs_with_the_target_log(
+    recipe_path: Path, stores: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
+    """The store fits in a window, so that both read in one order; the last run has no target but the store's."""
+    states, runs = stores(kind), {}
+    for name, more in {
+        "online": [],
+        "offline": [f"data.states={states}"],
+        "alone": [f"data.states={states}", f"target.model={states / 'target'}"],
+    }.items():
+        output = to_train(tmp_path / name, CONVERSATIONS)
+        if kind != "eagle3":
+            DraftVocab.full(320).save(output / "draft_vocab.safetensors")
+        train(recipe_path, *KINDS[kind], *REPLAY, "train.max_steps=3", f"output_dir={output}", *more)
+        runs[name] = metrics(output)
+    assert runs["offline"] == runs["alone"]
+    for mine, its in zip(runs["offline"], runs["online"], strict=True):
+        assert mine.keys() == its.keys()
+        for key in ("loss", "grad_norm", "validation_loss"):
+            if key in its:
+                assert mine[key] == pytest.approx(its[key], rel=1e-3), key
+        assert mine["accuracy"] == pytest.approx(its["accuracy"], abs=0.02)
+        assert mine.get("replay_tau") == its.get("replay_tau")
+    assert [line["step"] for line in runs["offline"] if line.get("replay_tau", 0) > 1] == [3]
+
+
+@pytest.mark.slow
+def test_a_killed_run_from_a_store_goes_on_bit_for_bit(recipe_path: Path, store: Path, tmp_path: Path) -> None:
+    accumulating = "train.gradient_accumulation_steps=2"  # an epoch ends within the fifth step
+    outputs = [to_train(tmp_path / name, CONVERSATIONS) for name in ("whole", "parts")]
+    for output in outputs:
+        train(recipe_path, accumulating, f"data.states={store}", f"output_dir={output}")
+    for each in sorted((outputs[1] / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(each)
+    train(recipe_path, accumulating, f"data.states={store}", f"output_dir={outputs[1]}")
+    assert metrics(outputs[1]) == metrics(outputs[0])
+    with pytest.raises(UserError, match=r"data\.states: the checkpoint has \{.*this run has None"):
+        train(recipe_path, accumulating, f"output_dir={outputs[1]}")
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_store(recipe_path: Path, store: Path, tmp_path: Path) -> None:
+    outputs = []
+    for ranks, name in ((1, "one"), (2, "two")):
+        outputs.append(to_train(tmp_path / name, CONVERSATIONS))
+        each = [f"train.gradient_accumulation_steps={2 // ranks}", f"output_dir={outputs[-1]}", f"data.states={store}"]
+        run_ranks(ranks, str(ROOT / "train/eagle3.py"), [str(recipe_path), *REPLAY, *each])
+    for mine, its in zip(*map(metrics, outputs), strict=True):
+        assert mine["loss"] == pytest.approx(its["loss"], rel=1e-4)
+        assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=1e-3)
+        assert mine.get("replay_tau") == its.get("replay_tau")
+    assert "replay_tau" in metrics(outputs[0])[-1]
+
+
+# The order in which a store is read.
+
+
+def test_an_epoch_reads_every_row_once_and_few_shards_at_a_time() -> None:
+    chance = random.Random(0)
+    lengths = [chance.randint(10, 400) for _ in range(4001)]
+    shard_of = [chance.randrange(100) for _ in lengths]
+
+    def epoch(number: int, seed: int = 0) -> list[list[int]]:
+        order = ShardOrder(lengths, 4, seed, shard_of, window_shards=4)
+        return [order.rows(number * order.batches_per_epoch + n) for n in range(order.batches_per_epoch)]
+
+    for found in (epoch(0), epoch(1)):
+        assert sorted(row for batch in found for row in batch) == list(range(len(lengths)))
+        assert sorted(map(len, found))[:2] == [1, 4]  # one micro-batch is smaller
+        for start in range(0, len(found) - 32, 32):
+            shards = {shard_of[row] for batch in found[start : start + 32] for row in batch}
+            assert len(shards) <= 2 * 4  # of a hundred: a pool has fewer rows than a window
+        padded = sum(len(batch) * max(lengths[row] for row in batch) for batch in found)
+        assert sum(lengths) / padded > 0.9
+    assert epoch(0) == epoch(0) and epoch(0) not in (epoch(1), epoch(0, seed=1))
+    # A store of few shards is read in the order of training with the target.
+    plain, by_shards = BatchOrder(lengths[:101], 4, 5), ShardOrder(lengths[:101], 4, 5, [i % 8 for i in range(101)])
+    assert [plain.rows(n) for n in range(60)] == [by_shards.rows(n) for n in range(60)]
+
+
+def schedule_of(ranks: int, each: int, steps: int) -> Schedule:
+    section = TrainSection(batch_size=2, gradient_accumulation_steps=each, max_steps=steps)
+    return Schedule(section, 30, ranks)
+
+
+def test_the_next_micro_batches_of_a_rank_come_ahead_of_their_steps() -> None:
+    for ranks, each in ((1, 1), (1, 3), (2, 1), (3, 2), (1, 5)):
+        schedule = schedule_of(ranks, each, steps=12)
+        for rank in range(ranks):
+            numbers = [(step * ranks + rank) * each + i for step in range(12) for i in range(each)]
+            for step in range(12):
+                coming, left = schedule.ahead(step, rank), numbers[(step + 1) * each :]
+                assert coming == left[: len(coming)] and len(coming) >= min(BATCHES_AHEAD, len(left))
+
+
+def test_reading_ahead_gives_the_same_and_keeps_little(recipe_path: Path, store: Path) -> None:
+    rows, opened = rows_of(load_recipe(recipe_path)), Store(store)
+    cpu = torch.device("cpu")
+    ahead, plain = StoredStates(opened, rows, cpu, torch.float32), StoredStates(Store(store), rows, cpu, torch.float32)
+    trained = [len(row.input_ids) for row in rows[:30]]
+    order, schedule = ahead.ordered(BatchOrder(trained, 2, 0)), schedule_of(ranks=2, each=2, steps=12)
+    most, served = 0, 0
+    for step in range(12):  # rank 1 of 2, two micro-batches a step: beyond the end of an epoch
+        numbers = [number for number, _ in schedule.numbers(step, 1)]
+        ahead.expect([row for number in (*numbers, *schedule.ahead(step, 1)) for row in order.rows(number)])
+        for number in numbers:
+            chosen = order.rows(number)
+            batch = collate([rows[i] for i in chosen], False, chosen)
+            served += sum(row in ahead.begun for row in batch.rows)
+            mine, its = ahead.of(batch), plain.of(batch)
+            assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+            most = max(most, len(ahead.begun))
+        validation = collate(rows[30:32], False, [30, 31])
+        assert torch.equal(ahead.of(validation)[0], plain.of(validation)[0])
+        assert not {30, 31} & ahead.begun.keys()
+        begun, read = dict(ahead.begun), [(rows[30], 5), (rows[step], 7), (rows[30], 9)]  # as replay does
+        of_rows = [plain.of(collate([rows[i]], False, [i]))[0][0] for i in (30, step)]
+        assert torch.equal(ahead.captured(read), torch.cat([of_rows[0][:5], of_rows[1][:7], of_rows[0][:9]]))
+        assert ahead.begun == begun
+    assert 2 < most <= 2 * (2 + BATCHES_AHEAD)
+    assert served >= 30  # most micro-batches were under way when they were asked for
+    assert not plain.begun
+
+
+# Refusals.
+
+
+def test_a_store_for_something_else_is_refused_with_both_sides(recipe_path: Path, store: Path, tmp_path: Path) -> None:
+    from_store = f"data.states={store}"
+    said = refusals(recipe_path, from_store, "data.capture.dtype=fp8", "drafter.capture_layers=[1, 2, 3]")
+    assert "dtype: 'float32' there, 'fp8' now" in said
+    assert "capture_layers: [2, 3, 4] there, [1, 2, 3] now" in said
+    other, output = tmp_path / "other", to_train(tmp_path / "run", CONVERSATIONS)
+    make_target(num_layers=8).save_pretrained(other)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{# other #}" + str(tokenizer.chat_template)
+    tokenizer.save_pretrained(other)
+    conversations = [json.loads(line) for line in (output / "conversations.jsonl").read_text().splitlines()]
+    conversations[4]["turns"][0]["output_token_ids"][0] ^= 1
+    (output / "conversations.jsonl").write_text("\n".join(map(json.dumps, conversations)) + "\n")
+    said = refusals(recipe_path, from_store, f"target.model={other}", f"output_dir={output}")
+    assert "target.num_layers: 7 there, 8 now" in said
+    assert "target.tokenizer_fingerprint: '" in said and "a fingerprint covers" in said
+    assert "1 of these are not in it, the first is 'c4'" in said
+    with pytest.raises(UserError, match="rows: '40 rows, sha256 "):
+        capture(recipe_path, from_store, f"output_dir={output}")
+    # Fewer rows than are stored can be trained on.
+    (output / "conversations.jsonl").write_text("\n".join(map(json.dumps, conversations[5:35])) + "\n")
+    train(recipe_path, from_store, f"output_dir={output}", "train.max_steps=1")
+
+
+def test_no_store_or_an_unfinished_one_is_told(recipe_path: Path, copy: Path, tmp_path: Path) -> None:
+    nothing = refusals(recipe_path, f"data.states={tmp_path / 'nothing'}")
+    assert "no hidden states in" in nothing and "run `draftsmith capture` first" in nothing
+    entry_path(copy, 1).unlink()
+    assert f"has {SHARDS - 1} of {SHARDS} shards" in refusals(recipe_path, f"data.states={copy}")

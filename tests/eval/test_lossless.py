@@ -1,0 +1,238 @@
+"""Greedy decoding gives the target's own tokens, whoever drafts, however trees grow, whatever is draftable.
+
+A combination is (target, proposer, policy, vocabulary, answers side by side). The slow test runs all of them with a
+Llama, the exhaustive ones with each other family as many as it takes for any three of the other values to meet. `make
+test` runs a few, in which every proposer and every policy occurs. A policy reads distributions and nothing else of its
+proposer. Sampling is tested in tests/eval/test_sampling.py, families of targets in tests/models/test_targets.py, and
+that the rounds of an answer are those that it takes alone in tests/eval/test_side_by_side.py.
+"""
+
+import itertools
+import math
+import tempfile
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.eval.decoding.decode import Generation, Request
+from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.models.causal_lm import CausalLMDrafting
+from draftsmith.models.draft_tree import Drafting, Proposer
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
+from draftsmith.models.target import Target
+from draftsmith.models.vocab import DraftVocab, cut_vocab
+from draftsmith.recipes.sections.eval import TreeSection
+from tests.conftest import make_target
+from tests.decoding import decode_batch, decode_queue
+from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, pair_of_kind
+from tests.sam_cases import beside, misleading, sam_alone
+from tests.scripted_drafting import linear_classifier
+from tests.thinning import a_few, meeting
+
+NEW_TOKENS = 24
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma2": {"sliding_window": 8},  # windows roll back
+    "gpt2": {"n_positions": 64, "max_position_embeddings": 64, "seed": 1},  # learnt positions
+    "mixtral": {"num_local_experts": 4},
+}
+DRAFTERS = ("eagle3", "eagle3.1", "eagle", "poss", "poss over eagle3")
+HEADS_OF_THE_TARGET = ("eagle", "poss")  # draft from the whole vocabulary, and from cuts of it
+BESIDE_SAM = ("eagle3 routed with sam", "eagle3 fused with sam", "causal_lm fused with sam")
+HALF = tuple(f"{kind} in bfloat16" for kind in DRAFTERS)  # as on a GPU, here for a target in float32
+PROPOSERS = (*DRAFTERS, *HALF, "eagle3 with NaN", "causal_lm", "hierarchy", "prompt lookup", "sam", *BESIDE_SAM)
+POLICIES: dict[str, dict[str, Any]] = {
+    "chain": {"nodes": 5},
+    "static": {},
+    "eagle2": {"nodes": 14, "draft_calls": 4, "top_k": 4},
+    "ddd": {"nodes": 14, "draft_calls": 6, "top_k": 4, "ddd": {"at": [2, 4], "threshold": -0.5}},
+    "svip": {"svip": {"c": 0.15, "h": 0.5}, "draft_calls": 8},
+    "svip_tree": {"nodes": 14, "draft_calls": 6, "top_k": 4, "svip": {"c": 0.15, "h": 0.6}},
+    "c2t": {"draft_calls": 5, "top_k": 4},
+}
+VOCABULARIES = ("full", "draft", "cut of full", "cut of draft")
+ROWS = (1, 3)
+TRIED = ("chain", "eagle2")  # with every proposer
+
+
+class BrokenNow:
+    """Every third distribution is NaN in places or throughout, as of a drafter in a precision too low for it."""
+
+    def __init__(self, drafting: Drafting):
+        self.drafting, self.vocab, self.capture_layers = drafting, drafting.vocab, drafting.capture_layers
+        self.set_rows, self.passes = drafting.set_rows, drafting.passes
+        self.observe = drafting.observe
+        self.rollback = drafting.rollback
+        self.calls = 0
+
+    def _broken(self, log_probs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            return torch.full_like(log_probs, math.nan)
+        if self.calls % 3 == 1:
+            return log_probs.masked_fill(torch.arange(log_probs.shape[-1]) % 5 == self.calls % 5, math.nan)
+        return log_probs
+
+    def root_log_probs(self) -> torch.Tensor:
+        return self._broken(self.drafting.root_log_probs())
+
+    def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
+        return self._broken(self.drafting.expand(parent_slots, tokens, depth))
+
+
+def possible(combination: Sequence[Any]) -> bool:
+    _, proposer, policy, vocabulary, _ = combination
+    if proposer == "prompt lookup":
+        return policy == "chain" and vocabulary == "full"
+    if proposer == "sam":
+        return policy in TRIED and vocabulary == "full"
+    if proposer in BESIDE_SAM:
+        return vocabulary == "full"
+    if proposer in HALF:
+        return policy in TRIED and vocabulary == "full"
+    return proposer not in ("causal_lm", *HEADS_OF_THE_TARGET) or vocabulary in ("full", "cut of full")
+
+
+EVERYTHING = [each for each in itertools.product(FAMILIES, PROPOSERS, POLICIES, VOCABULARIES, ROWS) if possible(each)]
+
+
+@cache
+def expected_of(family: str) -> list[list[int]]:
+    target, _ = pair_of(family, None, **FAMILIES[family])
+    answers = [greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        with torch.no_grad():
+            logits = target.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        first, second = logits.topk(2).values.unbind(-1)
+        assert float((first - second).min()) > 1e-4, "two tokens so alike that rounding decides: choose another seed"
+    return answers
+
+
+@cache
+def blurred(family: str) -> Target:
+    return blurred_copy(family, **FAMILIES[family])
+
+
+@cache
+def classifier_dir() -> Path:
+    """A classifier that likes what is likely, certain, and deep. Written once per process."""
+    directory = Path(tempfile.mkdtemp()) / "classifier"
+    linear_classifier(20.0, -0.5, 0.25, 1.0).save(directory)
+    return directory
+
+
+def decoded(combination: tuple[Any, ...]) -> list[Generation]:
+    family, *_, rows = combination
+    target, _ = pair_of(family, None, **FAMILIES[family])
+    return decode_batch(target, proposer_of(combination), PROMPTS[:rows], {-1}, NEW_TOKENS)
+
+
+def proposer_of(combination: tuple[Any, ...]) -> Proposer:
+    family, kind, policy, vocabulary, _ = combination
+    drafter_kind = kind.removesuffix(" in bfloat16")
+    drafter_kind = drafter_kind if drafter_kind in DRAFTERS else "eagle3"
+    target, drafter = pair_of_kind(drafter_kind, family, 120 if "draft" in vocabulary else None, **FAMILIES[family])
+    if kind in HALF:
+        drafter = deepcopy(drafter)
+        drafter.round_weights(torch.bfloat16)
+    smaller = None
+    if vocabulary.startswith("cut"):
+        counts = torch.bincount(torch.tensor(expected_of(family)).flatten(), minlength=target.vocab_size)
+        smaller = cut_vocab(
+            drafter.vocab if kind != "causal_lm" else DraftVocab.full(target.vocab_size), counts, 48, ()
+        )
+    settings = dict(POLICIES[policy])
+    if policy == "c2t":
+        settings["c2t"] = {"classifier": str(classifier_dir()), "beta": 0.5, "beam": 4}
+    if kind == "prompt lookup":
+        return PromptLookup(5, target.device)
+    if kind == "sam":
+        return sam_alone(misleading(expected_of(family), target.vocab_size), width=1 if policy == "chain" else 3)
+    if kind.startswith("causal_lm"):
+        drafting: Drafting = CausalLMDrafting(blurred(family), smaller)
+    else:
+        drafting = FeatureDrafting(drafter, smaller)
+    if "NaN" in kind:
+        drafting = BrokenNow(drafting)
+    if kind == "hierarchy":
+        inner = PolicyProposer(drafting, policy_of(TreeSection(policy=policy, **settings)))
+        return HierarchicalProposer(blurred(family), inner, 4)
+    proposer = PolicyProposer(drafting, policy_of(TreeSection(policy=policy, **settings)))
+    if kind not in BESIDE_SAM:
+        return proposer
+    return beside(proposer, misleading(expected_of(family), target.vocab_size), 2, "fused" in kind)
+
+
+def name_of(combination: tuple[Any, ...]) -> str:
+    return ", ".join(map(str, combination))
+
+
+def is_fast(family: str, proposer: str, policy: str, vocabulary: str, rows: int) -> bool:
+    """Another target and another draft vocabulary need a drafter of their own, which takes seconds to teach."""
+    return family == "llama" and (
+        proposer == "eagle3" or (policy in TRIED and ("NaN" in proposer or "draft" not in vocabulary))
+    )
+
+
+FEW = list(meeting([each for each in EVERYTHING if is_fast(*each)], 1))
+
+
+@pytest.mark.parametrize("combination", FEW, ids=name_of)
+def test_a_few_combinations(combination: tuple[Any, ...]) -> None:
+    answers = decoded(combination)
+    assert [answer.token_ids for answer in answers] == expected_of(combination[0])[: len(answers)]
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_rounded_weights_draft_nearly_as_well(kind: str) -> None:
+    def accepted(proposer: str) -> int:
+        answers = decoded(("llama", proposer, "eagle2", "full", 3))
+        return sum(sum(answer.accepted_per_round) for answer in answers)
+
+    assert accepted(f"{kind} in bfloat16") > 0.9 * accepted(kind) > 36
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", a_few(FAMILIES, "llama"))
+def test_many_combinations(family: str) -> None:
+    own = [combination[1:] for combination in EVERYTHING if combination[0] == family]
+    wrong, accepted = [], 0
+    for others in own if family == "llama" else meeting(own, 3):
+        answers = decoded((family, *others))
+        accepted += sum(sum(answer.accepted_per_round) for answer in answers)
+        if [answer.token_ids for answer in answers] != expected_of(family)[: len(answers)]:
+            wrong.append(name_of((family, *others)))
+    assert not wrong
+    assert accepted > 1000  # the drafters are right often enough for this to mean something
+
+
+def test_what_cannot_be_queued_is_told() -> None:
+    target, stops = Target(make_target("gpt2", **FAMILIES["gpt2"])), (4,)  # of 64 positions
+
+    def run(*requests: Request | None, rows: int = 2, sampling: Sampling = GREEDY) -> None:
+        list(decode_queue(target, None, iter(requests), stops, rows, sampling))
+
+    good, draws = Request(0, PROMPTS[0], 3), SeededDraws(0, 0)
+    for bad, message in (
+        ([Request(1, [], 3)], "prompts of one token or more"),
+        ([good, Request(1, PROMPTS[0], 0)], "max_new_tokens of 1 or more"),
+        ([Request(1, PROMPTS[0], 64)], "exceed the target's 64 positions"),
+        ([good, Request(1, PROMPTS[0], 3, draws)], "1 of 2 requests have draws"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(*bad)
+    with pytest.raises(ValueError, match="one row or more"):
+        run(good, rows=0)
+    with pytest.raises(ValueError, match="sampling needs draws"):
+        run(good, sampling=Sampling(1.0))
+    with pytest.raises(RuntimeError, match="wait for an answer, but none is being written"):
+        run(None)

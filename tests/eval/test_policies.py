@@ -1,0 +1,307 @@
+"""How draft trees grow: every policy against a slow twin, alone and beside other rows, whatever the drafter gives."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.eval.decoding.policies import (
+    C2T,
+    LARGE,
+    Chain,
+    Eagle2,
+    PolicyProposer,
+    StaticTree,
+    TreePolicy,
+    policy_of,
+    top_tokens,
+)
+from draftsmith.eval.decoding.stopping import Ddd, Svip, SvipTree
+from draftsmith.models.draft_tree import Committed
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
+from draftsmith.recipes.sections.eval import C2tSection, DddSection, SvipSection, TreeSection
+from tests import reference
+from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, linear_classifier, linear_confidence, paths_of, roots
+
+# Each policy with its slow twin, in random sizes.
+
+Twin = Callable[[Table], tuple[list[Nodes], int]]
+
+
+def chain_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
+    tokens = chance.randint(1, 7)
+    return Chain(tokens), lambda table: reference.likeliest_chain(table, tokens)
+
+
+def svip_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
+    tokens, c, h = chance.randint(1, 8), chance.uniform(0.1, 0.3), chance.uniform(0.1, 0.7)
+    return Chain(tokens, Svip(c, h)), lambda table: reference.likeliest_chain(table, tokens, c, h)
+
+
+def static_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
+    paths: list[Nodes] = [(chance.randrange(3),)]
+    for _ in range(chance.randint(0, 14)):
+        path = (*chance.choice([(), *paths]), chance.randrange(VOCAB + 2))  # ranks that no token has, too
+        if path not in paths:
+            paths.append(path)
+    return StaticTree(tuple(paths)), lambda table: reference.ranked_tree(table, paths)
+
+
+def beam_sizes(chance: random.Random) -> tuple[int, int, int]:
+    return chance.choice([2, 6, 15, 40, 500]), chance.randint(1, 5), chance.choice([1, 2, 3, 5, VOCAB, VOCAB + 3])
+
+
+def eagle2_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
+    sizes = beam_sizes(chance)
+    return Eagle2(*sizes), lambda table: reference.eagle2_tree(table, *sizes)
+
+
+def ddd_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
+    sizes, threshold = beam_sizes(chance), -chance.uniform(0.01, 1.5)
+    at = chance.choice([None, (1, 3), (2, 4)])
+    stop = Ddd(threshold, "every" if at is None else at)
+    return Eagle2(*sizes, stop), lambda table: reference.eagle2_tree(
+        table, *sizes, reference.ddd_ends(table, threshold, at)
+    )
+
+
+def svip_tree_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
+    sizes, c, h = beam_sizes(chance), chance.uniform(0.1, 0.3), chance.uniform(0.1, 0.7)
+    return Eagle2(*sizes, SvipTree(c, h)), lambda table: reference.eagle2_tree(
+        table, *sizes, reference.svip_tree_ends(table, c, h)
+    )
+
+
+def c2t_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
+    weights = 5.0, -0.4, -0.2, chance.uniform(-1, 1)
+    beta, beam, top_k = chance.uniform(0.3, 0.7), chance.choice([None, 1, 3, 8]), chance.choice([1, 2, 4, VOCAB + 1])
+    calls, nodes = chance.randint(1, 4), chance.choice([None, 2, 7, 30])
+    policy = C2T(linear_classifier(*weights), beta, beam, top_k, calls, nodes)
+    confidence = linear_confidence(*weights)
+    return policy, lambda table: reference.c2t_tree(table, confidence, beta, beam, top_k, calls, nodes)
+
+
+CASES = {
+    "chain": chain_case,
+    "svip": svip_case,
+    "static": static_case,
+    "eagle2": eagle2_case,
+    "ddd": ddd_case,
+    "svip_tree": svip_tree_case,
+    "c2t": c2t_case,
+}
+STOPPING = ("svip", "ddd", "svip_tree", "c2t")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_policy_grows_the_tree_of_its_slow_twin(name: str) -> None:
+    rows, different_calls, different_sizes = 4, 0, 0
+    for seed in range(25):
+        policy, twin = CASES[name](random.Random(f"{name} {seed}"))
+        tables = [Table(seed * rows + row) for row in range(rows)]
+        drafting = Scripted(tables)
+        tree, calls = policy.grow(drafting, roots(rows), None)
+        assert drafting.calls == max(calls)
+        sizes = []
+        for row, table in enumerate(tables):
+            expected, expected_calls = twin(table)
+            assert calls[row] == expected_calls
+            drafted = paths_of(tree, row)[1:]
+            assert sorted(drafted) == sorted(expected)
+            sizes.append(1 + len(expected))
+        assert tree.nodes == max(sizes)
+        assert (tree.sizes is None) == (min(sizes) == max(sizes))  # a batch of equal trees is not padded
+        different_calls += len(set(calls)) > 1
+        different_sizes += len(set(sizes)) > 1
+    if name in STOPPING:
+        assert different_calls > 3
+        assert different_sizes > 3
+
+
+class Odd(Table):
+    """What no drafter should give, in some of its rows, and plain rows beside."""
+
+    KINDS = ("plain", "plain", "nan", "one nan", "many nans", "zeros", "nothing", "uniform", "certain")
+
+    def __init__(self, seed: int, vocab_size: int = VOCAB, kinds: Sequence[str] = KINDS) -> None:
+        super().__init__(seed, vocab_size)
+        self.kinds = kinds
+
+    def row(self, path: Nodes) -> torch.Tensor:
+        if path not in self.known:
+            chance = random.Random(f"odd {self.seed} {path}")
+            kind, row, half = chance.choice(self.kinds), super().row(path).clone(), (self.vocab_size + 1) // 2
+            somewhere = chance.randrange(self.vocab_size)
+            everywhere = {"nan": math.nan, "nothing": -math.inf, "uniform": -math.log(self.vocab_size)}
+            row[:] = torch.full_like(row, everywhere[kind]) if kind in everywhere else row
+            if kind == "one nan":
+                row[somewhere] = math.nan
+            elif kind in ("many nans", "zeros"):
+                row[:half] = math.nan if kind == "many nans" else -math.inf
+            elif kind == "certain":
+                row[:], row[somewhere] = -math.inf, 0.0
+            self.known[path] = row
+        return self.known[path]
+
+
+# All kinds mixed; NaN alone; no possible token; ties everywhere; certain tokens; zeros.
+ODD = (Odd.KINDS, ("nan",), ("nothing",), ("uniform",), ("certain",), ("zeros",))
+
+
+@pytest.mark.parametrize("vocab_size", [1, VOCAB])
+@pytest.mark.parametrize("name", [*CASES, "drawn", "drawn svip", "drawn static"])
+def test_whatever_the_drafter_gives_trees_are_connected_and_those_of_each_row_alone(name: str, vocab_size: int) -> None:
+    for seed in range(12):
+        chance, kinds = random.Random(f"{name} {seed}"), ODD[seed % len(ODD)]
+        if name == "drawn static":
+            policy: TreePolicy = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)), Sampling(0.8, top_p=0.9))
+        elif name.startswith("drawn"):
+            stop = Svip(0.15, 0.4) if name == "drawn svip" else None
+            policy = Chain(chance.randint(1, 5), stop, Sampling(0.8, top_p=0.9))
+        elif name == "static" and vocab_size < VOCAB:
+            policy = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)))
+        else:
+            policy = CASES[name](chance)[0]
+        if name == "c2t":  # equal features may differ in their last bit by their place in a matrix: no ties
+            kinds = [kind for kind in kinds if kind in ("plain", "nan", "one nan", "many nans")] or ["nan"]
+        tables = [Odd(seed * 4 + row, vocab_size, kinds) for row in range(3)]
+        together, calls = policy.grow(Scripted(tables), roots(3), [SeededDraws(seed, row) for row in range(3)])
+        for row, table in enumerate(tables):
+            paths = paths_of(together, row)
+            drafting = Scripted([table])
+            alone, calls_alone = policy.grow(drafting, roots(3)[row : row + 1], [SeededDraws(seed, row)])
+            assert alone.sizes is None
+            assert calls_alone == [calls[row]]
+            assert drafting.calls == calls[row]
+            assert torch.equal(alone.tokens[0], together.tokens[row, : len(paths)])
+            assert torch.equal(alone.parents[0], together.parents[row, : len(paths)])
+            if together.drawn_from is not None:
+                assert alone.drawn_from is not None
+                torch.testing.assert_close(alone.drawn_from[0], together.drawn_from[row, : len(paths)])
+                have_children = torch.zeros(together.nodes)
+                have_children[together.parents[row, 1 : len(paths)]] = 1
+                torch.testing.assert_close(together.drawn_from[row].sum(-1), have_children)
+
+
+@pytest.mark.parametrize("size", [LARGE - 1, LARGE, 2 * LARGE + 100])
+@pytest.mark.parametrize("count", [1, 31])
+def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(size + count)
+    log_probs = torch.randn(2, 3, size, generator=generator)
+    log_probs[0, 0, -1] = 50.0  # behind the last whole block
+    log_probs[0, 1, 256 : 256 + count] += 50.0  # all in a block
+    log_probs[0, 2] = -math.inf
+    log_probs[1, 0, 5000] = log_probs[1, 0, -1] = math.nan
+    log_probs[1, 1] = math.nan
+    log_probs[1, 2, :4000] = -math.inf
+    values, tokens = top_tokens(log_probs, count)
+    expected = log_probs.topk(count)
+    torch.testing.assert_close(values, expected.values, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(log_probs.gather(-1, tokens), values, rtol=0, atol=0, equal_nan=True)
+    distinct = tokens.sort(-1).values
+    assert (distinct[..., 1:] > distinct[..., :-1]).all()
+    assert torch.equal(tokens[0, :2], expected.indices[0, :2])
+
+
+# One policy at a time.
+
+
+def test_svip_stops_above_six_tenths_of_a_nat_and_keeps_the_uncertain_token() -> None:
+    """c = 0.15, h = 0.3: the boundary lies at 0.6 nats, which two tokens have at p = 0.71239."""
+
+    class Coin(Table):
+        def row(self, path: Nodes) -> torch.Tensor:
+            p = (0.9, 0.9, 0.7129, 0.7119, 0.5)[len(path)]  # 0.5995 nats before the third token, 0.6005 after it
+            return torch.tensor([p, 1 - p]).log()
+
+    tree, calls = Chain(40, Svip()).grow(Scripted([Coin(0, 2)]), roots(1))
+    assert (calls, tree.nodes) == ([4], 5)
+    assert Chain(40, Svip()).grow(Scripted([Table(0, sharpness=(1e5,))]), roots(1))[1] == [40]
+
+
+@pytest.mark.parametrize("paths", [((0,), (0,)), ((0,), (1, 0)), ((0, 0),)])
+def test_a_static_tree_refuses_paths_that_are_no_tree(paths: tuple[Nodes, ...]) -> None:
+    with pytest.raises(ValueError, match="paths"):
+        StaticTree(paths).grow(Scripted([Table(0)]), roots(1))
+
+
+# Waiting for the device.
+
+
+def test_the_proposer_draws_by_the_rows_that_go_on() -> None:
+    """What else it does round after round is tests/eval/test_rounds.py's matter."""
+    tables, policy = [Table(row) for row in range(2)], Chain(3, None, Sampling(1.0))
+    drafting = Scripted(tables)
+    proposer = PolicyProposer(drafting, policy)
+    proposer.set_rows([], 2, [SeededDraws(0, 1), SeededDraws(0, 2)])
+    proposer.set_rows([1], 1, [SeededDraws(0, 0)])
+    proposer.observe(Committed(None, [[9, 8, 2], [7, 0]], torch.zeros(2, 2, 1), [2, 1]))  # type: ignore[arg-type]
+    assert drafting.seen[:2] == [("rows", [], 2), ("rows", [1], 1)]
+    tree, _ = proposer.propose()
+    proposer.set_rows([1])
+    drafting.tables = [tables[1]]
+    proposer.observe(Committed(None, [[7, 0]], torch.zeros(1, 1, 1), [1]))  # type: ignore[arg-type]
+    again, _ = proposer.propose()
+    draws = SeededDraws(0, 0)  # of the row that was admitted
+    for drawn in (tree.tokens[1], again.tokens[0]):
+        alone, _ = policy.grow(Scripted([tables[1]]), roots(1), [draws])
+        assert torch.equal(alone.tokens[0], drawn)
+
+
+class OnePass(Scripted):
+    """Drafts all levels in one forward pass, as block drafters do."""
+
+    def passes(self, levels: int) -> int:
+        return min(levels, 1)
+
+
+@pytest.mark.parametrize("drafter", [Scripted, OnePass])
+def test_the_drafter_counts_its_passes_and_the_policy_its_levels(drafter: type[Scripted]) -> None:
+    sharp, flat = Table(0, sharpness=(1e5,)), Table(0, sharpness=(0.1,))  # all of a chain, and its first token alone
+    proposer = PolicyProposer(drafter([sharp, flat]), Chain(5, Svip()))
+    proposer.observe(Committed(None, [[0], [2]], torch.zeros(2, 1, 1), [1, 1]))  # type: ignore[arg-type]
+    tree, calls = proposer.propose()
+    assert tree.tried == [5, 1]
+    assert calls == ([1, 1] if drafter is OnePass else [5, 1])
+
+
+# What a recipe's `tree` section describes.
+
+
+TREES: dict[str, tuple[TreeSection, TreePolicy]] = {
+    "default": (TreeSection(), Eagle2(60, 8, 10)),
+    "chain": (TreeSection(policy="chain", nodes=4), Chain(3)),
+    "svip": (TreeSection(policy="svip", svip=SvipSection(c=0.2, h=0.4)), Chain(40, Svip(0.2, 0.4))),
+    "static": (TreeSection(policy="static", paths=[[0], [0, 1]]), StaticTree(((0,), (0, 1)))),
+    "eagle2": (TreeSection(nodes=20, draft_calls=4, top_k=5), Eagle2(20, 4, 5)),
+    "ddd": (TreeSection(policy="ddd"), Eagle2(60, 11, 10, Ddd(-0.3, (5, 7, 9)))),
+    "ddd every": (
+        TreeSection(policy="ddd", ddd=DddSection(threshold=-1.0, at="every")),
+        Eagle2(60, 11, 10, Ddd(-1.0, "every")),
+    ),
+    "svip_tree": (TreeSection(policy="svip_tree"), Eagle2(60, 11, 10, SvipTree(0.15, 0.3))),
+}
+
+
+@pytest.mark.parametrize(("tree", "policy"), TREES.values(), ids=TREES)
+def test_a_recipe_s_section_becomes_its_policy(tree: TreeSection, policy: TreePolicy) -> None:
+    assert policy_of(tree) == policy
+
+
+def test_chains_are_drawn_only_where_the_recipe_says_so() -> None:
+    sampling = Sampling(0.7)
+    assert policy_of(TreeSection(policy="chain"), sampling) == Chain(5)
+    assert policy_of(TreeSection(policy="chain", draw="sampled"), sampling) == Chain(5, None, sampling)
+    assert policy_of(TreeSection(policy="svip", draw="sampled"), sampling) == Chain(40, Svip(), sampling)
+    assert policy_of(TreeSection(policy="chain", draw="sampled"), GREEDY) == Chain(5)
+
+
+def test_c2t_of_a_recipe(tmp_path: Path) -> None:
+    linear_classifier(1, 2, 3, 4).save(tmp_path)
+    policy = policy_of(TreeSection(policy="c2t", c2t=C2tSection(classifier=str(tmp_path), beta=0.4)))
+    assert isinstance(policy, C2T)
+    assert (policy.beta, policy.beam, policy.top_k, policy.draft_calls, policy.nodes) == (0.4, 15, 15, 10, None)
+    assert policy.classifier.output.bias.tolist() == [4.0]

@@ -1,0 +1,239 @@
+"""Recorded answers: whose they are, and which lines cannot be used."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.replay.answers import (
+    RecordedAnswer,
+    check_answers,
+    check_recorded_from,
+    kept_for_validation,
+    read_answers,
+)
+from draftsmith.eval.replay.replay import Agreement, read_states, replay
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.rejects import Rejects
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.run.inputs import read_rows
+from tests import reference
+from tests.conftest import make_target
+from tests.decoding import decode_batch
+from tests.replay_cases import conversation, generation_line, recorded, write_lines
+from tests.thinning import a_few
+
+
+@cache
+def target_of(seed: int) -> Target:
+    return Target(make_target(seed=seed))
+
+
+@cache
+def drawn(sampling: Sampling, seed: int = 0) -> list[RecordedAnswer]:
+    """Answers of the target of that seed."""
+    draws = [SeededDraws(3, i) for i in range(30)]
+    prompts = [[11 + i, 12, 13] for i in range(len(draws))]
+    return recorded(decode_batch(target_of(seed), None, prompts, {-1}, 40, sampling, draws), sampling)
+
+
+def nearly(target: Target, noise: float = 0.3) -> Target:
+    """The same target, every weight moved by so much of its tensor's spread."""
+    changed = make_target()
+    changed.load_state_dict(target.model.state_dict())
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight += noise * weight.std() * torch.randn_like(weight)
+    return Target(changed)
+
+
+def agreement_with(target: Target, answers: Sequence[RecordedAnswer]) -> Agreement:
+    agreement = Agreement.of(target)
+    for answer in answers:  # as in batches: every prefix of the file is judged
+        if not agreement.enough:
+            read_states(target, [answer], (), agreement)
+            agreement.check()
+    return agreement
+
+
+SAMPLINGS = (
+    *(Sampling(temperature) for temperature in (0.3, 0.7, 1.0, 1.5)),
+    *(Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.3), Sampling(1.0, top_p=0.8, top_k=20), Sampling(0.3, top_p=0.9)),
+    *(Sampling(1.5, top_p=0.9), Sampling(1.5, top_k=3)),
+)
+FAST_SAMPLINGS = (GREEDY, Sampling(1.0, top_k=5))
+each_sampling = pytest.mark.parametrize("sampling", a_few([GREEDY, *SAMPLINGS], *FAST_SAMPLINGS), ids=str)
+
+
+@each_sampling
+def test_answers_of_another_target_are_refused(sampling: Sampling) -> None:
+    for other in (target_of(1), nearly(target_of(0))):
+        with pytest.raises(UserError, match="recorded from another target"):
+            replay(other, PromptLookup(4, other.device), drawn(sampling), 8, Agreement.of(other))
+
+
+@each_sampling
+@pytest.mark.parametrize("seed", a_few(range(3), 0))
+def test_a_target_s_own_answers_never_are(sampling: Sampling, seed: int) -> None:
+    agreement = agreement_with(target_of(seed), drawn(sampling, seed))
+    assert agreement.enough and agreement.other == agreement.impossible == 0
+    assert sampling.greedy or abs(agreement.excess) < 4 * agreement.variance**0.5
+
+
+@pytest.mark.parametrize(
+    ("was", "written", "message"),
+    [
+        (Sampling(1.0, top_k=5), Sampling(1.0), "drawn with other settings than recorded .* less surprising"),
+        (Sampling(1.0), Sampling(0.2), "drawn with other settings than recorded .* more surprising"),
+        (Sampling(1.0), Sampling(1.0, top_k=5), "are cut off by top_k"),
+    ],
+    ids=str,
+)
+def test_answers_that_were_drawn_otherwise_are_refused(was: Sampling, written: Sampling, message: str) -> None:
+    answers = [replace(answer, sampling=written) for answer in drawn(was)]
+    with pytest.raises(UserError, match=message):
+        agreement_with(target_of(0), answers)
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 0), (1.0, 2), (0.7, 3)])
+def test_surprise_is_measured_against_the_target_s_own_entropy(top_p: float, top_k: int) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0], [3.0, 0.1, 0.2, 0.5], [0.0, -float("inf"), 1.0, 0.1]])
+    said, temperature = [2, 3, 0], 0.8
+    agreement = Agreement(lenient=False)
+    answer = RecordedAnswer([1], said, Sampling(temperature, top_p, top_k))
+    agreement.add(answer, logits, torch.tensor(said))
+    cut_off, excess, variance = reference.surprise(logits.tolist(), said, temperature, top_p, top_k)
+    assert agreement.impossible == cut_off == {(1.0, 0): 0, (0.8, 0): 2, (1.0, 2): 1, (0.7, 3): 2}[top_p, top_k]
+    assert agreement.excess == pytest.approx(excess, rel=1e-4)
+    assert agreement.variance == pytest.approx(variance, rel=1e-4)
+    assert agreement.drawn_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("agreement", "refused"),
+    [
+        (Agreement(False, greedy_tokens=1000, other=8), "probably this target's own, written in"),
+        (Agreement(False, greedy_tokens=1000, other=51), "recorded from another target"),
+        (Agreement(True, greedy_tokens=1000, other=8), None),
+        (Agreement(False, drawn_tokens=1000, impossible=8), "probably this target's own, written in"),
+        (Agreement(False, drawn_tokens=1000, impossible=51), "recorded from another target or drawn"),
+        (Agreement(False, drawn_tokens=1000, impossible=1), None),
+    ],
+)
+def test_a_few_differing_tokens_are_another_precision_s(agreement: Agreement, refused: str | None) -> None:
+    """Of 1,000 to 50 tokens bfloat16 may turn one; a reader is told that first, and no other target is suspected."""
+    with nullcontext() if refused is None else pytest.raises(UserError, match=f"^eval.answers: {refused}"):
+        agreement.check()
+
+
+def test_conversations_are_read_turn_by_turn(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "c.jsonl", conversation(0), "", conversation(1, temperature=0.7, top_k=5))
+    recording = read_answers(path)
+    answers = recording.of("anyone", "plain decoding")
+    assert [(a.conversation_id, a.turn) for a in answers] == [("c0", 1), ("c0", 2), ("c1", 1), ("c1", 2)]
+    assert answers[1].prompt == [2, 11, 12, 4, 3, 9, 8, 4, 2, 11, 13, 4, 3]
+    assert answers[1].tokens == [9, 8, 4]
+    assert (answers[0].benchmark, answers[0].category) == ("mine", "maths")
+    assert [a.sampling for a in answers] == [GREEDY, GREEDY, Sampling(0.7, 1.0, 5), Sampling(0.7, 1.0, 5)]
+    assert answers[2].place == f"{path}:3"
+    assert len(read_answers(path, limit=1).of("x", "y")) == 2
+    assert len(read_answers(path, first_turns_only=True).of("x", "y")) == 2
+
+
+def test_everyone_has_its_own_generations_or_plain_decoding_s(tmp_path: Path) -> None:
+    lines = [generation_line(name, i, [6, len(name)]) for i in ("a", "b") for name in ("plain decoding", "eagle")]
+    path = write_lines(tmp_path / "generations.jsonl", *lines)
+    (tmp_path / "acceptance.json").write_text('{"temperature": 0.5, "top_p": 0.9, "top_k": 3, "target_identity": {}}')
+    recording = read_answers(path, sampling=GREEDY)
+    assert [a.tokens for a in recording.of("eagle", "plain decoding")] == [[6, 5], [6, 5]]
+    assert [a.tokens for a in recording.of("lookup", "plain decoding")] == [[6, 14], [6, 14]]
+    assert {a.sampling for a in recording} == {Sampling(0.5, 0.9, 3)}
+    assert len(read_answers(path, limit=1).of("eagle", "plain decoding")) == 1
+    (tmp_path / "acceptance.json").unlink()
+    assert {a.sampling for a in read_answers(path, sampling=GREEDY)} == {GREEDY}
+    write_lines(path, *(line | {"contender": f"c{i}"} for i, line in enumerate(lines)))
+    with pytest.raises(UserError, match="holds answers of 'c0', 'c1', 'c2', 'c3', none of 'eagle' and none of 'plain"):
+        read_answers(path).of("eagle", "plain decoding")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "malformed JSON"),
+        ({"id": "x", "messages": []}, "neither a line of generations"),
+        ({"id": "x", "turns": ["How?", "Why?"]}, r"turns\.0"),
+        (generation_line("e", "x", []), "token_ids"),
+        (generation_line("e", "x", [-1]), r"token_ids\.0"),
+        (conversation(0, temperature=-1.0), "temperature"),
+    ],
+)
+def test_lines_that_cannot_be_replayed_are_named(tmp_path: Path, line: Any, message: str) -> None:
+    path = write_lines(tmp_path / "c.jsonl", conversation(1), line)
+    with pytest.raises(UserError, match=rf"c\.jsonl:2: {message}"):
+        read_answers(path)
+    with pytest.raises(UserError, match="holds no answer"):
+        read_answers(write_lines(tmp_path / "empty.jsonl"))
+
+
+def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "c.jsonl", conversation(0), conversation(1))
+    whole = path.read_text()
+    path.write_text(whole.rstrip())  # no more than the last line's end is missing
+    assert len(list(read_answers(path))) == 4
+    path.write_text(whole[:-20])
+    with pytest.raises(UserError, match=r"^eval\.answers: .*c\.jsonl:2: the file is cut off"):
+        read_answers(path)
+
+
+def test_answers_that_stand_there_twice_are_refused(tmp_path: Path) -> None:
+    ones = [generation_line(name, i, [6, 7]) for name in ("a", "b") for i in ("x", "y")]
+    ones += [ones[0] | {"turn": 2}, ones[0] | {"benchmark": "c"}]
+    path = tmp_path / "c.jsonl"
+    assert len(list(read_answers(write_lines(path, *ones)))) == 6
+    with pytest.raises(UserError, match=r"c\.jsonl:7: 'b': the answer to turn 1 of 'y' is there twice, first at .*:4"):
+        read_answers(write_lines(path, *ones, ones[3]))
+
+
+def test_kept_for_validation_is_what_training_keeps(tmp_path: Path, target_dir: Path) -> None:
+    """The same conversations as `train.run.inputs.read_rows`, whatever their order."""
+    lines = [conversation(i) for i in range(40)]
+    for number in (3, 4):  # one token alone trains nothing
+        for turn in lines[number]["turns"]:
+            turn["output_token_ids"] = [9]
+    path = write_lines(tmp_path / "run/conversations.jsonl", *lines)
+    section = {"output_dir": str(tmp_path / "run"), "target": {"model": str(target_dir)}}
+    recipes = {most: Recipe.model_validate(section | {"train": {"validation_conversations": most}}) for most in (5, 64)}
+    for most, recipe in recipes.items():
+        training, validation = read_rows(recipe, TargetFiles(recipe.target), Rejects())
+        kept = kept_for_validation(path, most)
+        assert kept == {row.id for row in validation} and len(kept) == (5 if most == 5 else 7)
+        assert not kept & {row.id for row in training}
+    write_lines(path, *reversed(lines))
+    assert kept_for_validation(path, 64) == kept > kept_for_validation(path, 5)
+    assert kept_for_validation(path, 0) == set()
+
+
+def test_answers_that_this_target_cannot_have_written(tmp_path: Path) -> None:
+    """Its vocabulary, its positions, and its identity as far as it is known: before the weights are loaded."""
+    lines = [conversation(i, tokenizer_fingerprint="f", embedding_digest=digest) for i, digest in ((0, "e"), (50, "x"))]
+    recording = read_answers(write_lines(tmp_path / "c.jsonl", *lines))
+    check_answers(recording, 320, 512)
+    check_recorded_from(recording, {"tokenizer_fingerprint": "f"})
+    for check, given, message in (
+        (check_answers, (60, 512), "2: token 61 is outside the target's vocabulary of 60"),
+        (check_answers, (320, 15), "1: prompt and answer are 16 tokens, the target has 15 positions"),
+        (check_recorded_from, ({"tokenizer_fingerprint": "g"},), "1: .* tokenizer_fingerprint f there, g here"),
+        (check_recorded_from, ({"tokenizer_fingerprint": "f", "embedding_digest": "e"},), "2: .* x there, e here"),
+    ):
+        with pytest.raises(UserError, match=rf"c\.jsonl:{message}"):
+            check(recording, *given)  # type: ignore[operator]

@@ -1,0 +1,369 @@
+"""Every kind of drafter as users meet it: trained by its script, saved, loaded, cut, compared. On the tiny target.
+
+How they learn is tests/train/test_unroll.py's matter, how they draft tests/eval/test_lossless.py's.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+
+from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, save_drafter
+from draftsmith.models.draft_tree import Committed, Drafting
+from draftsmith.models.drafters import drafter_shape
+from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.sections.drafter import DrafterSection
+from draftsmith.recipes.sections.target import TargetSection
+from draftsmith.train.run.initial_drafter import new_drafter, start_from
+from tests.conftest import files_of, make_target
+from tests.pairs import KINDS, untaught
+from tests.thinning import a_few
+from tests.training_runs import SIX_STEPS, metrics, train, write_conversations
+
+# What a recipe says of drafter and training; what it leaves out is as published, noise and detached steps included.
+RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "eagle": ({"kind": "eagle"}, {}),
+    "hass": ({"kind": "eagle"}, {"ttt_steps": 3, "top_k_loss": 1.0, "clip": "value", "max_grad_norm": 0.01}),
+    "poss": ({"kind": "poss", "specialists": 2}, {"ttt_steps": 4, "top_k_loss": 1.0, "clip": "value"}),
+    "poss over eagle3": (
+        {"kind": "poss", "base": "eagle3", "positions_per_specialist": 1, "specialists": 3, "vocab_size": 160},
+        {"feature_noise": 0.1},
+    ),
+    "eagle3.1": (
+        {"fc_norm": True, "norm_output": True, "num_layers": 2, "vocab_size": 160, "init_head": "target"},
+        {"ttt_steps": 2},
+    ),
+}
+
+
+@pytest.fixture
+def recipe_of(tmp_path: Path, target_dir: Path) -> Callable[[str], Path]:
+    """Writes the recipe of that name, its conversations and its draft vocabulary."""
+
+    def recipe_of(name: str) -> Path:
+        drafter, train = RECIPES[name]
+        output = tmp_path / name.replace(" ", "-").replace(".", "-")
+        write_conversations(output / "conversations.jsonl", 24)
+        vocab = DraftVocab(torch.arange(0, 320, 320 // drafter.get("vocab_size", 320)), 320)
+        vocab.save(output / "draft_vocab.safetensors")
+        settings = {key: value for key, value in SIX_STEPS.items() if key != "ttt_steps"}
+        recipe = {
+            "output_dir": str(output),
+            "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
+            "drafter": drafter,
+            "train": settings | train,
+        }
+        path = output.with_suffix(".yaml")
+        path.write_text(yaml.safe_dump(recipe))
+        return path
+
+    return recipe_of
+
+
+def copy_of_inputs(output: Path, place: Path, *others: str) -> Path:
+    place.mkdir()
+    for name in ("conversations.jsonl", "draft_vocab.safetensors", *others):
+        (shutil.copytree if (output / name).is_dir() else shutil.copy)(output / name, place / name)
+    return place
+
+
+def assert_same_weights(first: Path, second: Path) -> None:
+    mine, expected = (load_file(each / "drafter/model.safetensors") for each in (first, second))
+    assert mine.keys() == expected.keys()
+    assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def loaded(target_dir: Path) -> tuple[Target, dict[str, Any]]:
+    target = Target(TargetFiles(TargetSection(model=str(target_dir), dtype="float32")).load_model("cpu"))
+    return target, TargetFiles(TargetSection(model=str(target_dir))).identity_of(target)
+
+
+def saved(directory: Path, kind: str, loaded: tuple[Target, dict[str, Any]], vocab: DraftVocab | None = None) -> Path:
+    """An untrained drafter of that kind of `tests.pairs`, as training would save it."""
+    save_drafter(directory, untaught(kind, loaded[0], vocab), loaded[1], "", {})
+    return directory
+
+
+# Training.
+
+
+@pytest.mark.parametrize("name", a_few(RECIPES, "poss over eagle3"))
+def test_resumed_equals_uninterrupted_bit_for_bit(name: str, recipe_of: Any, tmp_path: Path) -> None:
+    """Noise included: it hangs on the rows, not on how often random numbers were drawn. And replay at checkpoints."""
+    path = recipe_of(name)
+    replay = ("train.eval_replay=2", "eval.tree={nodes: 10, draft_calls: 3, top_k: 4}")
+    whole = train(path, *replay)
+    lines = metrics(whole)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if "replay_tau" in line] == [3, 6]
+    assert len({line["loss"] for line in lines}) == 6
+    steps = load_recipe(path).train.ttt_steps
+    assert len(lines[0]["accuracy"]) == len(lines[2]["validation_accuracy"]) == steps
+
+    resumed = copy_of_inputs(whole, tmp_path / "resumed", "metrics.jsonl", "checkpoints")
+    shutil.rmtree(resumed / "checkpoints/step-00000006")
+    train(path, *replay, f"output_dir={resumed}")
+    assert metrics(resumed) == lines
+    assert_same_weights(resumed, whole)
+
+
+def test_clipping_by_value_clips_each_element(recipe_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    step = torch.optim.AdamW.step
+
+    def watched(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        seen.append(max(float(g.abs().max()) for g in gradients))
+        return step(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    lines = metrics(train(recipe_of("hass"), "train.max_steps=2", "train.max_grad_norm=1e-4"))
+    assert seen == [pytest.approx(1e-4)] * 2
+    assert all(line["grad_norm"] > 1e-3 for line in lines)  # as it was before
+
+
+# What a run starts from.
+
+
+@torch.no_grad()
+def test_a_head_may_start_as_the_target_s() -> None:
+    model = make_target("llama")
+    torch.nn.init.normal_(model.model.norm.weight)
+    target, kept = Target(model, (2, 3, 4)), DraftVocab(torch.tensor([3, 5, 8, 200]), 320)
+    section = DrafterSection.model_validate({"kind": "eagle3", "vocab_size": 4, "init_head": "target"})
+    shape = drafter_shape(section, target.config)
+    drafter = new_drafter(section, shape, kept, target, {})
+    states = torch.randn(6, 32)
+    expected = functional.linear(functional.rms_norm(states, (32,)), model.lm_head.weight)
+    torch.testing.assert_close(drafter.head(None)(states), expected[:, kept.target_ids], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("single", "specialists"), [("eagle", "poss"), ("eagle3", "poss over eagle3")])
+@torch.no_grad()
+def test_every_specialist_starts_from_the_single_layer(
+    single: str, specialists: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path
+) -> None:
+    """At its first position a fresh PosS drafts as the single drafter does; at the later ones, too."""
+    target, identity = loaded
+    single_dir = saved(tmp_path / "single", single, loaded)
+    before: Any = load_drafter(single_dir, target, identity, read_drafter_config(single_dir)[0].capture_layers)
+    drafter = untaught(specialists, target)
+    assert not torch.equal(distributions(drafter, target), distributions(before, target))
+    start_from(single_dir, drafter, identity)
+    assert torch.equal(distributions(drafter, target), distributions(before, target))
+    drafter.stacks[0][0].mlp.down_proj.weight.zero_()
+    assert drafter.stacks[1][0].mlp.down_proj.weight.abs().max() > 0  # copies, not one tensor for all
+
+
+def distributions(drafter: FeatureDrafter, target: Target, cut: DraftVocab | None = None) -> torch.Tensor:
+    """What a drafter says along a chain of five tokens behind a prompt: [5, Vd]."""
+    prompt, chain = [11, 12, 13, 14], [21, 22, 23, 24]
+    drafting: Drafting = FeatureDrafting(drafter, cut)
+    drafting.set_rows([], 1)
+    captured = target.states(torch.tensor([prompt]), drafter.config.capture_layers).captured
+    drafting.observe(Committed(target, [[*prompt, 7]], captured, [len(prompt)]))
+    said = [drafting.root_log_probs()[0]]
+    for depth, token in enumerate(chain, start=1):
+        said.append(drafting.expand(torch.tensor([[depth - 1]]), torch.tensor([[token]]), depth)[0, 0])
+    return torch.stack(said)
+
+
+def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
+    recipe_of: Any, loaded: tuple[Target, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("the target was loaded"))
+    starts = tmp_path / "starts"
+    for name, kind, first in (("eagle3", "eagle3", 0), ("other words", "eagle3", 1), ("eagle3.1", "eagle3.1", 0)):
+        saved(starts / name, kind, loaded, DraftVocab(torch.arange(first, 320, 2), 320))
+    for kind in ("eagle", "poss"):
+        saved(starts / kind, kind, loaded)
+    elsewhere = Target(make_target(vocab_size=330))
+    save_drafter(starts / "wide", untaught("eagle", elsewhere), files_of(elsewhere).identity_of(elsewhere), "", {})
+    paths = {name: recipe_of(name) for name in ("poss", "poss over eagle3", "eagle")}
+    for name, start, message in (
+        ("poss", "eagle3.1", "kind eagle3.1, the recipe asks for poss-2"),
+        ("poss over eagle3", "eagle", "kind eagle, the recipe asks for poss-1 over eagle3"),
+        ("eagle", "poss", "kind poss-2, the recipe asks for eagle"),
+        ("poss over eagle3", "eagle3.1", "num_layers is 2 there, 1 here; fc_norm is True there, False here"),
+        ("poss over eagle3", "other words", "has another draft vocabulary"),
+        ("eagle", "wide", "vocab_size: the drafter was trained for 330, this target has 320"),
+        ("eagle", "nowhere", "no drafter here"),
+    ):
+        with pytest.raises(UserError, match=rf"drafter\.init_from: .*{message}"):
+            train(paths[name], f"drafter.init_from={starts / start}", "--plan")
+    with pytest.raises(UserError, match=r"specialists is 2 there, 3 here"):
+        train(paths["poss"], f"drafter.init_from={starts / 'poss'}", "drafter.specialists=3", "train.ttt_steps=6")
+
+
+@pytest.mark.slow
+def test_a_run_from_a_trained_drafter(recipe_of: Any) -> None:
+    """eagle, then its specialists; another start under a checkpoint is refused."""
+    first, path = train(recipe_of("eagle"), "train.max_steps=2"), recipe_of("poss")
+    second = train(path, f"drafter.init_from={first / 'drafter'}", "train.max_steps=2", "train.learning_rate=1e-9")
+    single, several = (load_file(each / "drafter/model.safetensors") for each in (first, second))
+    name = "self_attn.q_proj.weight"
+    for i in range(2):
+        torch.testing.assert_close(several[f"specialists.{i}.{name}"], single[f"layers.0.{name}"])
+    with pytest.raises(UserError, match=r"drafter\.init_from: the checkpoint has"):
+        train(path, f"drafter.init_from={second / 'drafter'}", "train.max_steps=3")
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_drafter_drafts_the_same(kind: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path) -> None:
+    target, identity = loaded
+    drafter, written = untaught(kind, target).requires_grad_(False), set()
+    for _ in range(4):  # equal weights, equal digests
+        save_drafter(tmp_path / "drafter", drafter, identity, "", {})
+        written.add((tmp_path / "drafter/model.safetensors").read_bytes())
+    assert len(written) == 1
+    again = load_drafter(tmp_path / "drafter", target, identity, drafter.config.capture_layers)
+    assert type(again) is type(drafter) and again.config == drafter.config
+    assert torch.equal(distributions(again, target), distributions(drafter, target))
+    alone = read_drafter(tmp_path / "drafter")  # without the target, as exports do
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in alone.state_dict().items())
+    frozen = {"head_weight", "head_bias"}  # the target's
+    assert not frozen & load_file(tmp_path / "drafter/model.safetensors").keys()
+
+
+def edited(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    change(config)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("poss", {"positions_per_specialist": 1}, "positions_per_specialist is 1, the weights were written with 2"),
+        ("poss", {"specialists": 0}, "specialists is 0, not a whole number from 1 to"),
+        ("poss", {"num_layers": 2}, "a position specialist is a single layer"),
+        ("poss", {"capture_layers": [2, 3]}, r"capture_layers are \[2, 3\]"),
+        ("eagle", {"fc_bias": "yes"}, "fc_bias is 'yes', neither true nor false"),
+        ("eagle3.1", {"norm_output": False}, "norm_output is False, the weights were written with True"),
+    ],
+)
+def test_an_edited_layout_is_refused(
+    kind: str, change: dict[str, Any], message: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Also where the tensors would fit."""
+    directory = saved(tmp_path / "drafter", kind, loaded)
+    edited(directory, lambda config: config["drafter"].update(change))
+    with pytest.raises(UserError, match=message):
+        load_drafter(directory, *loaded, capture=untaught(kind, loaded[0]).config.capture_layers)
+
+
+def test_weights_of_another_layout_without_a_word_of_it_are_refused(
+    loaded: tuple[Target, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Files that other tools wrote say nothing of their config: then the tensors must fit."""
+    directory = saved(tmp_path / "drafter", "poss", loaded)
+    save_file(load_file(directory / "model.safetensors"), directory / "model.safetensors")
+    assert load_drafter(directory, *loaded, capture=(7,)).config.kind == "poss"
+    for change, message in (
+        ({"specialists": 3}, r"describes poss-2: specialists\.2\.\S+ is missing; .* and \d+ more"),
+        ({"specialists": 1}, r"specialists\.1\.\S+ has no place"),
+        ({"specialists": 2, "intermediate_size": 40}, r"is \[32, 48\], not \[32, 40\]"),
+    ):
+        edited(directory, lambda config, change=change: config["drafter"].update(change))
+        with pytest.raises(UserError, match=message):
+            load_drafter(directory, *loaded, capture=(7,))
+    edited(directory, lambda config: config.update(kind="medusa", base=None))
+    with pytest.raises(UserError, match=r"config\.json"):
+        load_drafter(directory, *loaded, capture=(7,))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 1_000_000}, r"describes 1,000,000 layers, .*; its weights are 15 tensors"),
+        ({"intermediate_size": 10**9}, "up to 1,000,000,000 wide; its weights are .* up to 320 wide"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000, not a whole number"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0, not a whole number"),
+        ({"hidden_act": "/etc/passwd"}, "hidden_act is '/etc/passwd', not the name of an activation"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', not a number above 0"),
+        ({"embedding_scale": float("nan")}, "embedding_scale is nan, not a number above 0"),
+        ({"rope_parameters": 10000.0}, "rope_parameters are 10000.0: not an object"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "frequencies are not finite"),
+        ({"capture_layers": "234"}, "capture_layers are '234', not a list of whole numbers"),
+    ],
+)
+def test_numbers_that_the_weights_cannot_have_are_refused_before_anything_is_built(
+    change: dict[str, Any],
+    message: str,
+    loaded: tuple[Target, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory = saved(tmp_path / "drafter", "eagle3", loaded)
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors, directory / "model.safetensors")  # says nothing of its config
+    edited(directory, lambda config: config["drafter"].update(change))
+    monkeypatch.setattr("draftsmith.models.checkpoint.build_drafter", None)
+    monkeypatch.setattr("draftsmith.models.checkpoint.tensor_shapes", None)
+    with pytest.raises(UserError, match=message):
+        load_drafter(directory, *loaded, capture=change.get("capture_layers", loaded[0].capture_layers))
+
+
+# The target's head, cut (FR-Spec).
+
+HEADS: dict[str, dict[str, Any]] = {
+    **{"llama": {}, "cohere": {"logit_scale": 0.25}, "phi": {}},  # phi's head has a bias
+    "gemma2": {"final_logit_softcapping": 3.0, "sliding_window": 8},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 8.0},
+}
+CUT = [*product(HEADS, ("eagle", "poss")), ("llama", "eagle3")]
+
+
+@pytest.mark.parametrize(("family", "kind"), a_few(CUT, ("phi", "eagle"), ("cohere", "poss"), ("llama", "eagle3")))
+@torch.no_grad()
+def test_a_cut_head_is_the_log_softmax_over_its_rows(family: str, kind: str) -> None:
+    model = make_target(family, **HEADS[family])
+    if family == "phi":
+        torch.nn.init.normal_(model.lm_head.bias, std=2.0)
+    target = Target(model)
+    drafter = untaught(kind, target)
+    kept = DraftVocab(torch.randperm(320, generator=torch.Generator().manual_seed(1))[:40].sort().values, 320)
+    whole = distributions(drafter, target)
+    torch.testing.assert_close(distributions(drafter, target, kept), whole[:, kept.target_ids].log_softmax(-1))
+    if kind == "eagle3":
+        return
+    # What the target itself would say of these features.
+    features = torch.randn(3, 32)
+    torch.testing.assert_close(drafter.logits(features), target.logits(features))
+    torch.testing.assert_close(
+        functional.softmax(drafter.head(kept.target_ids)(features), -1),
+        functional.softmax(target.logits(features)[:, kept.target_ids], -1),
+    )
+
+
+# What a checkpoint says of its target.
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt2", True), ("gemma", True)])
+def test_a_target_s_layout_names_tensors_of_its_checkpoint(family: str, tied: bool, tmp_path: Path) -> None:
+    model = make_target(family, tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    found = TargetFiles(TargetSection(model=str(tmp_path))).layout(torch.bfloat16)
+    assert (found["architectures"], found["dtype"], found["tied"]) == ([type(model).__name__], "bfloat16", tied)
+    assert found["model_type"] == model.config.model_type
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(tensors[found["embeddings"]], model.get_input_embeddings().weight)
+    assert (found["head"] in tensors) != tied
+    assert torch.equal(model.state_dict()[found["head"]], model.get_output_embeddings().weight)

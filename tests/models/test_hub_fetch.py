@@ -1,0 +1,188 @@
+"""What comes from the Hub, and what is said where it cannot be had."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from datasets import config as datasets_config
+from huggingface_hub import constants
+
+from draftsmith.models.digests import tensor_digest
+from draftsmith.models.formats import hub as on_hub
+from draftsmith.models.formats.exporting import Source, target_embeddings
+from draftsmith.models.formats.folder import read_folder
+from draftsmith.models.target_files import TargetFiles
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.hub import check_dataset, check_model
+from draftsmith.recipes.prompts.reader import Rejects, read_conversations
+from draftsmith.recipes.sections.target import TargetSection
+from tests.export_cases import save_target, target_of
+from tests.models.hub_cases import CARD, FakeHub, files_of, refused
+from tests.models.hub_cases import checkpoint as checkpoint
+from tests.models.hub_cases import hub as hub
+
+SMALL = {"config.json": b"{}", "model.safetensors": b"0"}
+
+
+def test_a_drafter_is_fetched_without_the_rest(hub: FakeHub, checkpoint: Path) -> None:
+    ours = files_of(checkpoint)
+    more = {
+        "optimizer.pt": b"0",
+        "README.md": CARD,
+        "old/model.safetensors": b"0",
+        "run.py": b"",
+        "x.safetensors": b"0",
+    }
+    hub.add_repo("me/drafter", ours | more | {"pytorch_model.bin": b"0", "model.safetensors.index.json": b"{}"})
+    folder = on_hub.fetch_drafter("me/drafter")
+    assert files_of(folder) == ours and Source.read(folder).shape == Source.read(checkpoint).shape
+    assert sorted(hub.downloaded) == sorted(ours)
+    assert on_hub.fetch_drafter("me/drafter") == folder and len(hub.downloaded) == len(ours)
+
+
+def test_shards_and_revisions(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo = hub.add_repo("me/drafter", {"config.json": b"{}", "model.safetensors": b"old"})
+    first = repo.oid()
+    shards = {"model.safetensors.index.json": b"{}", "model-1-of-2.safetensors": b"1", "model-2-of-2.safetensors": b"2"}
+    repo.branches["main"].append(("shards", {"config.json": b"{}", **shards}))
+    newest = on_hub.fetch_drafter("me/drafter")
+    assert {file.name for file in newest.iterdir()} == {"config.json", *shards}
+    older = on_hub.fetch_drafter("me/drafter", first)
+    assert (older / "model.safetensors").read_bytes() == b"old"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert on_hub.fetch_drafter("me/drafter", first) == older  # from the cache, and no other
+
+
+def test_a_pickle_is_fetched_on_request_alone(hub: FakeHub) -> None:
+    hub.add_repo("me/drafter", {"config.json": b"{}", "pytorch_model.bin": b"0"})
+    with pytest.raises(UserError, match=r"no config.json with safetensors .* a pickle: .* --allow-bin reads it"):
+        on_hub.fetch_drafter("me/drafter")
+    assert not hub.downloaded
+    assert (on_hub.fetch_drafter("me/drafter", allow_bin=True) / "pytorch_model.bin").read_bytes() == b"0"
+
+
+def test_a_repository_without_a_drafter_or_with_a_target(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for files in ({"config.json": b"{}"}, {"model.safetensors": b"0"}):
+        hub.add_repo("me/drafter", files)
+        with pytest.raises(UserError, match=r"^me/drafter: this repository of the Hub has no config.json with"):
+            on_hub.fetch_drafter("me/drafter")
+    hub.add_repo("me/drafter", SMALL)
+    monkeypatch.setattr(on_hub, "MOST_BYTES", 2)
+    with pytest.raises(UserError, match=r"^me/drafter: 0 GB, and no drafter is that large; is it a target\?"):
+        on_hub.fetch_drafter("me/drafter")
+    assert not hub.downloaded
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("me/nothere", "the Hub has no model of this name that you may read"),
+        ("me/gated", "the Hub asks you to accept its licence first"),
+        ("me/drafter@v9", "the Hub has no revision 'v9' of it"),
+        ("me/a--b", "no name that a model of the Hub could have"),
+        ("me/overloaded", "the Hub is out of order"),
+        ("me/offline", "HF_HUB_OFFLINE forbids"),
+        ("me/far", "the Hub cannot be reached .ConnectionError"),
+    ],
+)
+def test_a_drafter_that_cannot_be_had(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
+    hub.add_repo("me/drafter", SMALL)
+    hub.add_repo("me/gated", SMALL, gated=True)
+    hub.refuses |= {"me/overloaded": {"model_info": refused(503)}, "me/far": {"model_info": ConnectionError()}}.get(
+        name, {}
+    )
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", name == "me/offline")
+    name, _, revision = name.partition("@")
+    with pytest.raises(UserError, match=rf"^'{name}' is no folder in {re.escape(os.getcwd())}, and .*{said}"):
+        on_hub.fetch_drafter(name, revision or None)
+
+
+def test_without_the_hub_cached_files_are_taken(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.add_repo("me/drafter", SMALL)
+    folder = on_hub.fetch_drafter("me/drafter")
+    hub.refuses["model_info"] = refused(503)
+    for said in ("note: the Hub does not serve 'me/drafter'; its cached files are taken\n", ""):
+        assert on_hub.fetch_drafter("me/drafter") == folder and constants.HF_HUB_OFFLINE
+        assert capsys.readouterr().err == said  # who is offline knows it
+
+
+def test_half_of_the_shards_are_no_cached_drafter(hub: FakeHub) -> None:
+    shards = {f"model-{i}-of-2.safetensors": os.urandom(1000) for i in (1, 2)}
+    index = json.dumps({"weight_map": {name[6]: name for name in shards}}).encode()
+    hub.add_repo("me/drafter", {"config.json": b"{}", "model.safetensors.index.json": index, **shards})
+    hub.refuses["model-2-of-2.safetensors"] = refused(503)
+    with pytest.raises(UserError, match=r"^me/drafter: the download broke off: .*503.*; try again, which continues"):
+        on_hub.fetch_drafter("me/drafter")
+    assert hub.downloaded and on_hub.cached("me/drafter", None) is None
+    assert on_hub.fetch_drafter("me/drafter") == on_hub.cached("me/drafter", None)
+    assert len(hub.downloaded) == 4  # each once
+
+
+def test_weights_that_repositories_share_are_read(hub: FakeHub, checkpoint: Path, tmp_path: Path) -> None:
+    """With Xet the cache's blob is a link to the content of all repositories."""
+    hub.add_repo("me/drafter", files_of(checkpoint))
+    folder = on_hub.fetch_drafter("me/drafter")
+    blob = (folder / "model.safetensors").resolve()
+    shared, outside = tmp_path / "cache/blobs/ab" / ("ab" * 32), tmp_path / "outside.safetensors"
+    shared.parent.mkdir(parents=True)
+    blob.rename(shared)
+    blob.symlink_to(os.path.relpath(shared, blob.parent))
+    assert read_folder(folder).tensors["fc.weight"].isfinite().all()
+    shared.rename(outside)
+    blob.unlink()
+    blob.symlink_to(outside)
+    with pytest.raises(UserError, match="a link that leads out of the folder"):
+        read_folder(folder)
+
+
+def test_the_embeddings_of_a_sharded_target_come_alone(hub: FakeHub, tmp_path: Path) -> None:
+    hub.add_repo("org/target", files_of(save_target(tmp_path / "target", sharded=True)))
+    table = target_of().embedding_table
+    found = target_embeddings({"model": "org/target", "embedding_digest": tensor_digest(table)})
+    assert torch.equal(found, table)
+    assert sum(name.endswith(".safetensors") for name in hub.downloaded) == 1
+
+
+# A target that is named by a Hub id: the Hub is asked once.
+
+
+def test_a_target_that_is_nowhere_is_told_after_one_question(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    check_model.cache_clear()
+    with pytest.raises(UserError, match=r"^target\.model: 'nothere' is not a folder in .*, and the Hub has no model"):
+        _ = TargetFiles(TargetSection(model="nothere", revision="v9")).tokenizer
+    assert hub.asked == 1 and "asking the Hugging Face Hub" in capsys.readouterr().err
+
+
+def test_a_cached_target_needs_no_hub(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    check_model.cache_clear()
+    hub.add_repo("org/model", SMALL)
+    hub.snapshot_download("org/model", None, ["config.json"])
+    hub.refuses["model_info"] = ConnectionError()
+    before = hub.asked
+    for _ in range(2):
+        check_model("org/model", None)
+    assert constants.HF_HUB_OFFLINE and "its cached files are taken" in capsys.readouterr().err
+    assert hub.asked == before + 1
+
+
+def test_datasets_without_a_network_end_at_once(
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[bool] = []
+
+    def load(*_: Any, **__: Any) -> Any:
+        asked.append(datasets_config.HF_HUB_OFFLINE)
+        raise ConnectionError("Couldn't reach it")
+
+    check_dataset.cache_clear()
+    hub.refuses["dataset_info"] = ConnectionError()
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(UserError, match=r"datasets cannot .*Couldn't reach it"):
+        list(read_conversations("hf:org/name:train", Rejects()))
+    assert asked == [True] and "the Hub cannot be reached" in capsys.readouterr().err
+    check_dataset.cache_clear()

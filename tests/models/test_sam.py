@@ -1,0 +1,225 @@
+"""SAM-Decoding: its structures find what a search through the text finds; its router feeds whom it did not ask."""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.decoding.sam import DRAFTER, DYNAMIC, STATIC, SamDraft, SamProposer, fused
+from draftsmith.eval.replay.replay import replay
+from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.sam import DynamicAutomaton, Match, StaticAutomaton
+from draftsmith.models.target import Target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.sections.eval import TreeSection
+from tests.decoding import decode_batch
+from tests.pairs import PROMPTS, greedy, pair_of
+from tests.replay_cases import assert_same_rounds, recorded
+from tests.sam_cases import CPU, beside, corpus_of, misleading, sam_alone
+from tests.thinning import EXHAUSTIVE
+
+# The structures, against a search.
+
+
+def occurrences(text: Sequence[int], suffix: Sequence[int]) -> list[int]:
+    """Indices of the last tokens of a suffix's occurrences."""
+    size = len(suffix)
+    return [end for end in range(size - 1, len(text)) if list(text[end - size + 1 : end + 1]) == list(suffix)]
+
+
+def repetitive(chance: random.Random, tokens: int, length: int) -> list[int]:
+    """Random tokens, and passages that were there before."""
+    text: list[int] = []
+    while len(text) < length:
+        start = chance.randrange(len(text)) if text and chance.random() < 0.3 else None
+        text += [chance.randrange(tokens)] if start is None else text[start : start + chance.randrange(1, 9)]
+    return text[:length]
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+def test_the_dynamic_automaton_finds_the_longest_suffix_that_occurred(tokens: int) -> None:
+    chance = random.Random(tokens)
+    for _ in range(20):
+        text, automaton = repetitive(chance, tokens, 45), DynamicAutomaton()
+        for end in range(1, len(text) + 1):
+            automaton.extend(text[end - 1 : end])
+            so_far = text[:end]
+            tried = ((n, occurrences(so_far[:-1], so_far[-n:])) for n in range(end - 1, 0, -1))
+            found = next(((n, ends) for n, ends in tried if ends), (0, [-1]))
+            assert automaton.matched == found[0]
+            assert automaton.matched_end == found[1][0]
+
+
+@pytest.mark.parametrize("tokens", [50_000, pytest.param(1_000_000, marks=EXHAUSTIVE)])
+def test_a_token_costs_a_constant_number_of_steps(tokens: int) -> None:
+    """Counted in reads of suffix links; long matches that break off are in the text."""
+    reads = itertools.count()
+
+    class Counting(list[int]):
+        def __getitem__(self, index):  # type: ignore[no-untyped-def]
+            next(reads)
+            return super().__getitem__(index)
+
+    chance, automaton = random.Random(0), DynamicAutomaton()
+    automaton.link = Counting(automaton.link)
+    passage, before = [chance.randrange(50) for _ in range(5000)], 0
+    for _ in range(tokens // 10_000):
+        text: list[int] = []
+        while len(text) < 10_000:
+            start = chance.randrange(4000)
+            text += [*passage[start : start + chance.randrange(1000)], chance.randrange(50)]
+        automaton.extend(text[:10_000])
+        now = next(reads)
+        assert now - before < 8 * 10_000
+        before = now
+    assert len(automaton.text) == tokens and len(automaton.edges) <= 2 * tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+def test_the_static_automaton_finds_the_longest_suffix_and_all_its_occurrences(tokens: int) -> None:
+    chance = random.Random(tokens)
+    for _ in range(20):
+        documents = [repetitive(chance, tokens, chance.randrange(1, 40)) for _ in range(chance.randrange(1, 8))]
+        documents += [list(chance.choice(documents))] * chance.randrange(2)
+        corpus = corpus_of(documents, tokens)
+        for _ in range(10):
+            source = chance.choice(documents)
+            context = [chance.randrange(tokens)] * chance.randrange(3) + source[: chance.randrange(len(source) + 1)]
+            ends: list[tuple[int, int]] = []  # (document, index)
+            length = len(context) + 1
+            while not ends and length > 1:
+                length -= 1
+                ends = [(i, e) for i, text in enumerate(documents) for e in occurrences(text, context[-length:])]
+            found = corpus.longest(context)
+            assert (found.length, found.occurrences) == ((length, len(ends)) if ends else (0, 0))
+            if not ends:
+                continue
+            paths = Counter(
+                tuple(documents[i][e + 1 : e + 1 + n]) for i, e in ends for n in range(1, len(documents[i]) - e)
+            )
+            check_continuations(corpus, found, paths)
+
+
+def check_continuations(corpus: StaticAutomaton, found: Match, paths: Counter[tuple[int, ...]]) -> None:
+    """The nodes are the most frequent continuations, their parents among them."""
+    for most, width, depth in ((5, 99, 99), (9, 2, 3), (99, 1, 99)):
+        nodes, parents = corpus.continuations(found, most, width, depth)
+        known: list[tuple[int, ...]] = [()]
+        for token, parent in zip(nodes, parents, strict=True):
+            known.append((*known[parent], token))
+        del known[0]
+        assert len(set(known)) == len(known) <= most
+        assert all(path in paths for path in known) and max(map(len, known), default=0) <= depth
+        assert max(Counter(map(len, known)).values(), default=0) <= width
+        if width == 99:
+            best = sorted(paths.values(), reverse=True)[:most]
+            assert sorted((paths[path] for path in known), reverse=True) == best
+
+
+def test_of_many_occurrences_some_are_looked_at_everywhere() -> None:
+    corpus = corpus_of([[3, 5, 1]] * 200 + [[4, 5, 2]] * 200, 9)
+    assert sorted(corpus.continuations(corpus.longest([5]), 9, 9, 9)[0]) == [1, 2]
+
+
+def test_a_file_holds_the_same_automaton(tmp_path: Path) -> None:
+    path = tmp_path / "sam.safetensors"
+    for vocab_size in (9, 2**16):
+        corpus_of([[1, 2, 3], [2, 3, vocab_size - 1]], vocab_size).save(path, "mine", {})
+        again = StaticAutomaton.load(path, "mine")
+        assert again.continuations(again.longest([2, 3]), 9, 9, 9) == ([vocab_size - 1], [0])
+    assert again.tokens.dtype == "int32" and not again.tokens.flags.owndata
+
+
+def test_a_file_that_cannot_serve_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sam.safetensors"
+    for written, message in (
+        (None, "no such file; .*build-sam"),
+        (lambda: path.write_bytes(b"not at all"), "not a readable safetensors file"),
+        (lambda: corpus_of([[1, 2, 3]], 9).save(path, "theirs", {}), "another tokenizer: .*theirs there, mine here"),
+        (lambda: corpus_of([], 9).save(path, "mine", {}), "holds no token"),
+    ):
+        if written is not None:
+            written()
+        with pytest.raises(UserError, match=message):
+            StaticAutomaton.load(path, "mine")
+
+
+# The proposer.
+
+
+def observed(proposer: SamProposer, *texts: list[int]) -> list[SamDraft]:
+    proposer.set_rows([], len(texts))
+    proposer.observe(Committed(None, texts, None, [len(text) - 1 for text in texts]))  # type: ignore[arg-type]
+    return proposer.drafts()
+
+
+def test_the_longer_match_drafts_and_the_bias_speaks_for_the_text() -> None:
+    corpus = corpus_of([[1, 2, 3, 4, 8, 8]], 9)
+    text = [3, 4, 5, 0, 2, 3, 4]  # 2 tokens match in the text, 3 in the corpus
+    for bias, source in ((0, STATIC), (1, DYNAMIC)):
+        [draft] = observed(SamProposer(CPU, 60, 4.0, corpus, l_bias=bias), text)
+        assert draft.source == source
+        assert draft.tokens == ([8, 8] if source == STATIC else [5, 0, 2, 3, 4, 5, 0, 2])  # 4 for each matched token
+    assert observed(SamProposer(CPU, 4, 4.0), text)[0].tokens == [5, 0, 2]
+    assert observed(SamProposer(CPU, 40, None), text)[0].tokens == ([5, 0, 2, 3, 4] * 8)[:39]
+    assert observed(SamProposer(CPU, 40, None, stop_ids=[2]), text)[0].tokens == [5, 0, 2]
+    assert observed(SamProposer(CPU, 60, 4.0, corpus, dynamic=False), text)[0].source == STATIC
+    assert observed(SamProposer(CPU, 60, 4.0, corpus), [7])[0].tokens == []
+
+
+# The router.
+
+
+def test_a_fused_tree_is_a_trie_of_both() -> None:
+    tree = DraftTree(torch.tensor([[9, 1, 2, 3, 4]]), torch.tensor([[-1, 0, 0, 1, 3]]), 3)
+    merged = fused(tree, [SamDraft(STATIC, 5, [1, 3, 5, 6], [0, 1, 2, 3])])
+    assert merged.tokens.tolist() == [[9, 1, 2, 3, 4, 5, 6]]
+    assert merged.parents.tolist() == [[-1, 0, 0, 1, 3, 3, 5]]
+    assert merged.depths.tolist() == [[0, 1, 1, 2, 3, 3, 4]] and merged.depth == 4
+    assert merged.sources is not None
+    paths = ([1, 3, 4], 3, 0), ([1, 3, 5, 6], 2, 2), ([1, 3], 2, 0), ([2], 1, 0), ([], 0, 0)
+    for accepted, of_drafter, of_sam in paths:
+        assert merged.sources[0].credited(accepted) == {DRAFTER: of_drafter, STATIC: of_sam}
+    assert DraftedBy(DYNAMIC).credited([7, 7]) == {DYNAMIC: 2}
+    drawn = DraftTree(tree.tokens[:, :2], tree.parents[:, :2], 1, drawn_from=torch.zeros(1, 2, 9), is_chain=True)
+    with pytest.raises(ValueError, match="cannot be fused"):
+        fused(drawn, [SamDraft(STATIC, 5, [1], [0])])
+
+
+NEW_TOKENS = 30
+
+
+def taught_pair() -> tuple[Target, PolicyProposer, list[list[int]], StaticAutomaton]:
+    target, drafter = pair_of("llama", None)
+    policy = policy_of(TreeSection(nodes=10, draft_calls=3, top_k=3))
+    answers = [greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    return target, PolicyProposer(FeatureDrafting(drafter), policy), answers, misleading(answers, target.vocab_size)
+
+
+@pytest.mark.parametrize("name", ["alone", "routed", "fused"])
+def test_replay_gives_the_rounds_of_decoding_and_who_drafted_them(name: str) -> None:
+    """Where SAM drafts, the other one observes nothing until it is asked again."""
+    target, drafting, _, corpus = taught_pair()
+    proposer = sam_alone(corpus) if name == "alone" else beside(drafting, corpus, 2, name == "fused")
+    observe, read = drafting.observe, list[int]()
+    drafting.observe = lambda committed: read.append(1) or observe(committed)  # type: ignore[method-assign]
+    [alone] = decode_batch(target, proposer, PROMPTS[:1], {-1}, NEW_TOKENS)
+    by_sam = sum(DRAFTER not in each for each in alone.drafted_by)
+    if name == "routed":
+        assert 0 < by_sam < alone.rounds and len(read) == alone.rounds - by_sam
+    decoded = decode_batch(target, proposer, PROMPTS, {-1}, NEW_TOKENS)
+    replayed = replay(target, proposer, recorded(decoded), 3)
+    assert_same_rounds(replayed, decoded)
+    credit: Counter[str] = Counter()
+    for mine, its in zip(replayed, decoded, strict=True):
+        assert mine.drafted_by == its.drafted_by
+        assert [sum(each.values()) for each in its.drafted_by] == its.accepted_per_round
+        for each in its.drafted_by:
+            credit.update(each)
+    assert credit[STATIC] > 0 and (name == "alone" or credit[DRAFTER] > 0)

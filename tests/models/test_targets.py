@@ -1,0 +1,381 @@
+"""Targets of many families: their states, their trees far beyond sliding windows, what they say; and who is refused.
+
+Tiny random weights in float32. One forward over many tokens and forwards over fewer round differently: by 1e-5 of the
+largest logit at most in these families, so that 1e-4 leaves room for other machines. One key too many or too few in a
+window changes far more.
+"""
+
+import copy
+import random
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, DynamicCache
+
+from draftsmith.data_gen.answers.generators import GenerationSettings
+from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.models.causal_lm import load_draft_model
+from draftsmith.models.costs import (
+    attention_shapes,
+    cache_bytes_per_token,
+    target_forward_bytes,
+    target_size,
+)
+from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.sampling import GREEDY
+from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_session import behind
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.sections.target import TargetSection
+from tests.conftest import make_target, make_tokenizer
+from tests.decoding import decode, write_answers
+from tests.pairs import greedy
+from tests.thinning import a_few
+
+DEMO = Path(__file__).parents[2] / "recipes/demo_target"
+STOP = 4
+WINDOW = 12
+MIXED = ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"]
+SLIDING = {"sliding_window": WINDOW, "layer_types": MIXED}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+# Its full layers have wider heads, and fewer of them hold keys and values.
+GEMMA4 = {
+    **{"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"]},
+    **{"global_head_dim": 16, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0},
+    **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 320},
+}
+DEEPSEEK = {
+    **{"head_dim": 4, "num_key_value_heads": 4, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    **{"kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("llama", "qwen2", "qwen3", "gemma", "glm4", "smollm3", "starcoder2", "gpt_neox")},
+    "gpt2": ("gpt2", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral, all layers slide": ("mistral", {"sliding_window": WINDOW}),
+    "ministral, all layers slide": ("ministral", {"sliding_window": WINDOW, "layer_types": ["sliding_attention"] * 7}),
+    "mixtral": ("mixtral", {"sliding_window": None} | EXPERTS),
+    "qwen2, some layers slide": ("qwen2", {"use_sliding_window": True} | SLIDING),
+    "qwen2, later layers slide": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3},
+    ),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "gemma2": ("gemma2", {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0} | SLIDING),
+    "gemma3": ("gemma3_text", SLIDING),
+    "gemma4": ("gemma4_text", GEMMA4),
+    "gpt_oss": ("gpt_oss", EXPERTS | SLIDING),
+    "phi3": ("phi3", {"sliding_window": WINDOW}),
+    "olmo3": ("olmo3", SLIDING),
+    "granite": ("granite", {"embedding_multiplier": 3.0, "logits_scaling": 8.0, "residual_multiplier": 0.5}),
+    "hyperclovax": ("hyperclovax", {"logits_scaling": 0.25}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+    "cohere2": ("cohere2", {"logit_scale": 0.25} | SLIDING),
+    "exaone4": ("exaone4", SLIDING),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK),
+}
+SCALES = {"gemma": 32**0.5, "gemma2": 32**0.5, "gemma3": 32**0.5, "gemma4": 32**0.5, "granite": 3.0}
+# Those that `make test` reads: one of each kind of cache, mask and scale.
+FEW = ("llama", "mistral, all layers slide", "gemma2", "gemma4", "gpt_oss", "hyperclovax", "cohere", "gpt2")
+everywhere = pytest.mark.parametrize("name", a_few(FAMILIES, *FEW))
+
+
+@cache
+def target_of(name: str) -> Target:
+    family, overrides = FAMILIES[name]
+    return Target(make_target(family, **overrides))
+
+
+@cache
+def drafter_of(name: str) -> Eagle3Drafter:
+    target = target_of(name)
+    torch.manual_seed(3)
+    shape = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, 200)
+    shape = replace(shape, embedding_scale=target.embedding_scale)
+    vocab = DraftVocab(torch.randperm(320)[:200].sort().values, 320)
+    return Eagle3Drafter(shape, vocab)
+
+
+def some_tokens(count: int, seed: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(5, 320) for _ in range(count)]
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+@everywhere
+@torch.no_grad()
+def test_states_and_embeddings_are_those_of_output_hidden_states(name: str, tmp_path: Path) -> None:
+    target = target_of(name)
+    ids = torch.tensor([some_tokens(40, 1), some_tokens(25, 2) + [0] * 15])
+    theirs = target.model(ids, output_hidden_states=True, use_cache=False).hidden_states
+    assert len(theirs) == target.num_layers + 1
+    # State L, behind the final norm, is captured like any other: in the pass of training, and where a pass ends early.
+    for reads in (target.capture_layers, (0, 2, target.num_layers), (target.num_layers,)):
+        states, expected = target.states(ids, reads), torch.cat([theirs[layer] for layer in reads], dim=-1)
+        assert torch.equal(states.captured, expected) and torch.equal(states.last, theirs[-1])
+        assert torch.equal(target.captured_states(ids, reads), expected)
+        alone = target.states(ids[1:, :25], reads).captured  # padding changes nothing but rounding
+        assert_close(expected[1, :25], alone[0])
+    assert_close(target.logits(theirs[-1]), target.model(ids, use_cache=False).logits)
+    # Drafters read embeddings as the target's first layer does. To GPT-2's, learned positions are added.
+    if name != "gpt2":
+        torch.testing.assert_close(target.embed(ids), theirs[0], rtol=1e-5, atol=1e-6)
+    target.model.config.save_pretrained(tmp_path)
+    for scale in (target.embedding_scale, TargetFiles(TargetSection(model=str(tmp_path))).planned_embedding_scale):
+        assert scale == pytest.approx(SCALES.get(name, 1.0), rel=1e-5)
+
+
+@everywhere
+@torch.no_grad()
+def test_trees_equal_their_paths_read_alone_also_beyond_the_window(name: str) -> None:
+    """From a prompt within the window to far beyond it, by trees and single tokens in turn."""
+    target = target_of(name)
+    committed = some_tokens(7, 3)
+    reads = (*target.capture_layers, target.num_layers)  # those of EAGLE-3, and that of EAGLE-1
+
+    def read_alone(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits behind the last token, captured states of all) by transformers alone, without any cache."""
+        out = target.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+        return out.logits[0, -1], torch.cat([out.hidden_states[layer][0] for layer in reads], dim=-1)
+
+    session = target.session(reads)
+    logits, captured = session.prefill([committed])
+    for seed in range(4):
+        logits_alone, captured_alone = read_alone(committed)
+        assert_close(logits[0], logits_alone)
+        assert captured is not None
+        assert_close(captured[0], captured_alone[-captured.shape[1] :])
+
+        chance = random.Random(seed)
+        parents = [-1, *sorted(chance.randrange(i) for i in range(1, 14))]
+        if seed == 2:  # a path longer than the window, each of its nodes with a sibling before it
+            parents = [-1, *(2 * (i // 2) for i in range(32))]
+        tokens = some_tokens(len(parents), 10 + seed)
+        tree = DraftTree(torch.tensor([tokens]), torch.tensor([parents]), depth=len(parents))
+        logits_BNV, captured_BNF = session.verify(tree)
+        assert captured_BNF is not None
+        deepest = int(tree.depths.argmax())
+        for node in {1, 9, deepest - 1, deepest}:
+            path = tree.ancestors[0, node].nonzero().flatten()
+            logits_alone, captured_alone = read_alone(committed + tree.tokens[0, path].tolist())
+            assert_close(logits_BNV[0, node], logits_alone)
+            assert_close(captured_BNF[0, node], captured_alone[-1])
+        path = tree.ancestors[0, deepest].nonzero().flatten()
+        session.commit([len(path)], path[None])
+        committed += tree.tokens[0, path].tolist()
+        single = DraftTree.root_only(some_tokens(1, 20 + seed), target.device)
+        logits_BNV, captured = session.verify(single)
+        session.commit([1])
+        committed += single.tokens[0].tolist()
+        logits = logits_BNV[:, 0]
+    assert len(committed) > 2 * WINDOW
+    fresh, _ = target.session().prefill([committed])
+    assert_close(logits, fresh)
+
+
+# Families that differ in their caches, masks and positions. That trees equal their paths is tested everywhere.
+
+
+def regenerated(target: Target, prompts: list[list[int]]) -> list[list[int]]:
+    settings = GenerationSettings(16, 100, (STOP,), GREEDY)
+    written = {key: tokens for key, tokens, *_ in write_answers(target.model, iter(enumerate(prompts)), settings)}
+    return [written[key] for key in range(len(prompts))]
+
+
+@pytest.mark.parametrize("name", a_few(FAMILIES, "llama", "gemma2", "gpt_oss", "gpt2"))
+def test_greedy_decoding_and_regeneration_equal_generate(name: str) -> None:
+    target = target_of(name)
+    window = FAMILIES[name][1].get("sliding_window")
+    assert window is None or (target.kinds.window, target.config.sliding_window) == (WINDOW, WINDOW)
+    drafting = PolicyProposer(FeatureDrafting(drafter_of(name)), Eagle2(nodes=12, draft_calls=3, top_k=4))
+    prompts = [some_tokens(5, 4), (some_tokens(9, 5) * 4)[:33]]  # within the window at first, and beyond it
+    expected = [greedy(target, prompt, 16, STOP) for prompt in prompts]
+    for prompt, answer, lookup in zip(prompts, expected, (None, PromptLookup(6, target.device)), strict=True):
+        assert decode(target, drafting, prompt, {STOP}, 16).token_ids == answer
+        assert decode(target, lookup, prompt, {STOP}, 16).token_ids == answer
+    assert regenerated(target, prompts) == expected
+
+
+IGNORED = [
+    ("llama", {"use_sliding_window": False}),
+    ("llama", {"layer_types": MIXED}),
+    ("qwen2", {"use_sliding_window": False}),
+    *((family, {}) for family in ("gemma", "granite", "glm4", "olmo2", "gpt2", "minimax_m2")),
+]
+
+
+@pytest.mark.parametrize(("family", "stray"), a_few(IGNORED, IGNORED[1], IGNORED[2], IGNORED[3]))
+def test_a_window_that_the_decoder_ignores_is_ignored(family: str, stray: dict[str, Any]) -> None:
+    """Drafted or in a pool, the answers of the same weights without the key."""
+    experts = EXPERTS if family == "minimax_m2" else {}
+    plain = Target(make_target(family, **experts))
+    target = Target(make_target(family, sliding_window=WINDOW, **stray, **experts))
+    assert (target.kinds.window, target.kinds.mixed) == (None, False)
+    assert getattr(target.config, "sliding_window", None) in (WINDOW, None)  # what is tried leaves no trace
+    prompts = [some_tokens(9, seed) * 3 for seed in range(2)]
+    expected = [greedy(plain, prompt, 16, STOP) for prompt in prompts]
+    for prompt, answer in zip(prompts, expected, strict=True):
+        assert decode(target, PromptLookup(6, target.device), prompt, {STOP}, 16).token_ids == answer
+    assert regenerated(target, prompts) == expected
+
+
+def test_a_decoder_that_masks_or_changes_logits_in_its_own_way_is_refused() -> None:
+    model = make_target("mistral", sliding_window=WINDOW)
+    decode_as_usual, head = model.model.forward, model.forward
+
+    def two_tokens_at_most(input_ids: torch.Tensor, attention_mask: Any = None, **others: Any) -> Any:
+        if attention_mask is None:
+            seen = torch.ones(input_ids.shape[1], input_ids.shape[1]).tril().triu(-1).bool()
+            attention_mask = torch.zeros(seen.shape).masked_fill(~seen, -1e30)[None, None]
+        return decode_as_usual(input_ids, attention_mask=attention_mask, **others)
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        out = head(*args, **kwargs)
+        out.logits = out.logits * 1.5
+        return out
+
+    model.forward = changed
+    with pytest.raises(UserError, match="changes its logits after the head"):
+        Target(model)
+    model.forward, model.model.forward = head, two_tokens_at_most
+    with pytest.raises(UserError, match=r"masks its layers neither by the window of 12 tokens .* nor without one"):
+        Target(model)
+
+
+def test_layers_of_several_shapes_are_counted_each() -> None:
+    target = target_of("gemma4")
+    shapes = [(4, 2, 8), (4, 1, 16)] * 3 + [(4, 1, 16)]
+    assert attention_shapes(target.config) == shapes
+    shape = drafter_of("gemma4").config
+    assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (4, 1, 16)
+    size = target_size(target.model.config, TargetSection(model=""))
+    cache = DynamicCache(config=target.config)
+    target.model(torch.tensor([some_tokens(5, 1)]), **behind(target.model, cache))
+    layers: list[Any] = cache.layers
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    assert cache_bytes_per_token(target.config, size) * 5 == held
+    assert target_forward_bytes(target.config, size, 2, 30, 3) > 0
+
+
+# Who is refused, and when.
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("mamba", {}, "linear_attention layers"),
+    ("qwen3_next", {}, "linear_attention layers"),
+    ("falcon_h1", {}, "hybrid layers"),
+    ("recurrent_gemma", {}, "linear_attention layers"),
+    ("jamba", {}, "linear_attention layers"),
+    ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "conv layers"),
+    ("rwkv", {}, "recurrent layers"),
+    ("llama4_text", {}, "chunked_attention layers"),
+    ("deepseek_v32", {}, "indexed_attention layers"),
+    ("mistral", {"per_layer_config": {0: {"sliding_window": 8}}}, r"windows of several lengths, \[8, "),
+    ("t5", {}, "encoder-decoder"),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides", "reason"), REFUSED, ids=[family for family, *_ in REFUSED])
+def test_what_cannot_be_rolled_back_is_refused_by_name_before_weights_are_read(
+    tmp_path: Path, family: str, overrides: dict[str, Any], reason: str
+) -> None:
+    AutoConfig.for_model(family, **overrides).save_pretrained(tmp_path)  # and no weights at all
+    make_tokenizer().save_pretrained(tmp_path)
+    section = TargetSection(model=str(tmp_path))
+    for read in ("config", "tokenizer", "size"):
+        with pytest.raises(UserError, match=rf"^target\.model: {family} .*{reason}"):
+            getattr(TargetFiles(section), read)
+    with pytest.raises(UserError, match=rf"^target\.model: {family} .*{reason}"):
+        TargetFiles(section).load_model()
+
+
+# Positions as distances between places in the cache: siblings would stand behind each other.
+UNABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "mpt": ({"d_model": 32, "n_layers": 7, "n_heads": 4}, "does not follow the mask or the positions"),
+    "bloom": ({"n_layer": 7, "n_head": 4}, "cannot verify draft trees: ValueError"),
+    "bert": ({"is_decoder": True}, "no list of its 7 decoder layers"),
+}
+
+
+@pytest.mark.parametrize("family", UNABLE)
+def test_decoders_that_cannot_verify_trees_are_refused(family: str, tmp_path: Path) -> None:
+    overrides, reason = UNABLE[family]
+    model = make_target(family, **overrides)
+    with pytest.raises(UserError, match=reason):
+        Target(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=rf"^draft_model\.model: .*{reason}") as caught:
+        load_draft_model(TargetFiles(TargetSection(model=str(tmp_path))))
+    assert "target.model" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", a_few(["auto", "bfloat16", "float16", "float32"], "auto"))
+def test_the_shipped_target_is_accepted_in_every_precision(dtype: Any) -> None:
+    """A trained one: to it some tokens mean nearly the same, and what they change is no measure of rounding."""
+    target = Target(TargetFiles(TargetSection(model=str(DEMO), dtype=dtype, device="cpu")).load_model())
+    assert target.dtype == (torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
+
+
+def test_weights_that_are_not_finite_are_told_from_numbers_beyond_a_precision() -> None:
+    model = make_target("gemma2", **FAMILIES["gemma2"][1])
+    weight = model.model.layers[3].mlp.up_proj.weight
+    weight.data *= 2e4
+    with pytest.raises(UserError, match=r"not finite in float16; set target\.dtype: bfloat16"):
+        Target(copy.deepcopy(model).half())
+    weight.data[5, 7] = float("nan")
+    with pytest.raises(UserError, match=r"not finite \(model\.layers\.3\.mlp\.up_proj\.weight\)"):
+        Target(model)
+
+
+# Forms of a checkpoint.
+
+
+def test_forms_of_a_checkpoint_that_are_refused(tmp_path: Path) -> None:
+    model = make_target(num_layers=1)
+
+    def folder(name: str, *files: tuple[str, bytes], config: Any = None) -> Path:
+        (tmp_path / name).mkdir()
+        if config is not None:
+            config.save_pretrained(tmp_path / name)
+        for file, content in files:
+            (tmp_path / name / file).write_bytes(content)
+        return tmp_path / name
+
+    model.model.save_pretrained(tmp_path / "headless")  # the decoder alone: its head would be random
+    model.config.save_pretrained(tmp_path / "headless")
+    model.save_pretrained(tmp_path / "torn")
+    weights = tmp_path / "torn/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    gguf = folder("gguf", ("x.gguf", b"GGUF"))
+    pickled = folder("pickled", ("pytorch_model.bin", b"PK"), config=model.config)
+    for path, reason in (
+        (pickled, r"pickled weights only \(pytorch_model.bin\)"),
+        (gguf / "x.gguf", "is a GGUF file; name the folder or Hub id"),
+        (gguf / "y.gguf", "no such file: .* GGUF is not read here"),
+        (gguf, r"holds a GGUF file \(x.gguf\) and no config.json"),
+        (tmp_path / "nowhere", "no such directory"),
+        (folder("empty"), "has no config.json"),
+        (folder("config alone", config=model.config), "cannot load.*safetensors"),
+        (folder("adapter", ("adapter_config.json", b'{"peft_type": "LORA"}')), "holds an adapter.*target.adapter"),
+        (tmp_path / "headless", r"lacks 1 of its tensors \(lm_head.weight\)"),
+        (tmp_path / "torn", "cannot load"),
+        (folder("tower", config=AutoConfig.for_model("clip")), "no causal LM of family clip"),
+    ):
+        with pytest.raises(UserError, match=f"(?s){reason}"):
+            TargetFiles(TargetSection(model=str(path))).load_model()

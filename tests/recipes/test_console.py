@@ -1,0 +1,379 @@
+"""The `draftsmith` command: its list, its speed's cause (what it imports), `run`, `init`, completion."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from draftsmith.models import starter
+from draftsmith.models.drafters import drafter_shape
+from draftsmith.models.eagle3 import Eagle3Config
+from draftsmith.models.target_files import TargetFiles
+from draftsmith.recipes.command import pipeline
+from draftsmith.recipes.command.cli import parse_command
+from draftsmith.recipes.command.stages import INSIDE_RUN, STAGES, print_next
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from tests.training_runs import run_main
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib")
+
+
+def test_help_and_mistakes_come_before_heavy_imports(tmp_path: Path) -> None:
+    """--help of every command, a missing recipe, and a recipe whose inputs are not there yet."""
+    (tmp_path / "r.yaml").write_text(f"output_dir: {tmp_path}/run\ntarget: {{model: {ROOT}/recipes/demo_target}}\n")
+    program = f"""
+import contextlib, importlib, io, sys
+from draftsmith.recipes.command import console
+console.help_text()
+assert "pydantic" not in sys.modules  # draftsmith --help
+from draftsmith.recipes.command.cli import run
+needs = {{"train": "run `draftsmith regenerate` first", "rank-vocab": "draftsmith regenerate",
+         "evaluate": "run `draftsmith train` first", "regenerate": "data.prompts", "capture": "draftsmith regenerate",
+         "conversations": "draftsmith regenerate", "contamination": "eval.prompts", "report": "draftsmith evaluate"}}
+for name, script in console.SCRIPTS.items():
+    main = importlib.import_module(script.module).main
+    reads = name not in ("init", "import-drafter", "completion")
+    wrong = [["--help"], ["nothere.yaml"] * reads, ["r.yaml"] * (name in needs)]
+    for arguments in filter(None, wrong):
+        sys.argv = [f"draftsmith {{name}}", *arguments]
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
+            run(main)
+        said = out.getvalue() + err.getvalue()
+        expected = {{"--help": f"usage: draftsmith {{name}}", "nothere.yaml": "no such recipe file"}}
+        assert expected.get(arguments[0], needs.get(name)) in said, (name, arguments, said)
+        heavy = [each for each in {HEAVY!r} if each in sys.modules]
+        assert not heavy, (name, arguments, heavy)  # so `run` can still set up their threads
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("draftsmith eva", ["evaluate"]),
+        ("draftsmith train r.yaml train.max_st", ["train.max_steps="]),
+    ],
+)
+def test_a_shell_gets_completions(line: str, expected: list[str], tmp_path: Path) -> None:
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "IFS": "\n",
+    }
+    arguments = [sys.executable, "-c", "from draftsmith.recipes.command.console import main; main()"]
+    subprocess.run(arguments, env=os.environ | asked, check=False, timeout=60)
+    assert [found.strip() for found in (tmp_path / "answer").read_text().split("\n")] == expected
+
+
+# draftsmith run
+
+
+class Stages:
+    """Stands in for the processes that `run` starts: each writes its files."""
+
+    def __init__(self, recipe_path: Path, monkeypatch: pytest.MonkeyPatch):
+        self.recipe_path, self.called, self.fails = recipe_path, list[str](), dict[str, Callable[[], int]]()
+        self.content: Callable[[], object] = time.time_ns  # of what a stage writes
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(pipeline, "_call", self._call)
+
+    def _call(self, words: list[str]) -> int:
+        stage, overrides = words[0], [word for word in words[2:] if word != "--plan"]
+        self.called.append(" ".join([stage, *words[len(overrides) + 2 :]]))
+        if stage in self.fails:
+            return self.fails[stage]()
+        if "--plan" in words:
+            return 0
+        for file in STAGES[stage].writes(load_recipe(self.recipe_path, overrides)):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{stage} {self.content()}")
+        return 0
+
+    def run(self, *arguments: str) -> list[str]:
+        """The stages that ran."""
+        self.called.clear()
+        self._monkeypatch.setattr(sys, "argv", ["draftsmith run", str(self.recipe_path), *arguments])
+        pipeline.main()
+        return list(self.called)
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stages:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    recipe = {
+        "output_dir": str(tmp_path / "run"),
+        "target": {"model": str(ROOT / "recipes/demo_target")},
+        "data": {"prompts": str(tmp_path / "prompts.jsonl")},
+        "eval": {"prompts": str(ROOT / "recipes/demo_prompts/stdlib-heldout.jsonl.gz")},
+    }
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    return Stages(tmp_path / "r.yaml", monkeypatch)
+
+
+ALL = ["regenerate", "rank-vocab", "train", "evaluate"]
+
+
+def test_a_run_does_what_is_missing_and_nothing_else(stages: Stages, capsys: pytest.CaptureFixture[str]) -> None:
+    run = stages.recipe_path.parent / "run"
+    assert stages.run("--plan") == [f"{stage} --plan" for stage in ALL] and not run.exists()
+    assert stages.run() == ALL
+    assert stages.run() == [] and "nothing is left to do" in capsys.readouterr().out
+    assert stages.run("--plan", "eval.max_prompts=3") == ["evaluate --plan"]
+    assert stages.run("eval.max_prompts=3") == ["evaluate"]
+    assert stages.run("eval.max_prompts=3", "train.max_steps=9") == ["train", "evaluate"]
+    (run / "draft_vocab.safetensors").unlink()
+    assert stages.run("eval.max_prompts=3", "train.max_steps=9") == ["rank-vocab", "train", "evaluate"]
+    (run / "stages.json").write_text("[" * 100_000)  # what was done is not known: every stage finds out for itself
+    assert stages.run("eval.max_prompts=3", "train.max_steps=9") == ALL
+
+
+def test_what_decides_a_result_makes_a_stage_run_again_and_nothing_else(stages: Stages, tmp_path: Path) -> None:
+    run, remove = tmp_path / "run", "data.contamination=remove"
+    assert stages.run() == ALL
+    assert stages.run("data.generator.batch_size=2", "train.trackers=[]", "target.device=cpu") == []
+    os.utime(run / "conversations.jsonl")  # another time, the same content
+    assert stages.run() == []
+    shutil.copytree(run, tmp_path / "copy")
+    assert stages.run(f"output_dir={tmp_path / 'copy'}") == []
+    (run / "drafter/config.json").write_text("garbage")
+    assert stages.run("--plan") == ["train --plan", "evaluate --plan"]
+    (run / "token_counts.safetensors").unlink()
+    assert stages.run()[:2] == ["rank-vocab", "train"]
+    # Screened against other questions, other answers may be trained on.
+    again = [f"output_dir={tmp_path / 'screened'}", remove, "eval.prompts=recipes/demo_prompts/stdlib-train.jsonl.gz"]
+    stages.fails["train"] = lambda: 2
+    for words in (again, again[:2]):
+        with pytest.raises(SystemExit):
+            stages.run(*words)
+    assert stages.called == ALL[:3]
+
+
+def test_other_prompts_are_refused_where_a_drafter_was_trained(stages: Stages, tmp_path: Path) -> None:
+    assert stages.run() == ALL
+    prompts = tmp_path / "prompts.jsonl"
+    for change in (["data.max_prompts=9"], ["data.max_length=99"], [], ["--plan"]):
+        if not change:
+            prompts.write_text('{"prompt": "another"}\n')
+        with pytest.raises(UserError, match=r"^data: the prompts or answers changed"):
+            stages.run(*change)
+        assert stages.called == []
+    prompts.write_text('{"prompt": "a"}\n')
+    assert stages.run() == []
+
+
+def test_a_changed_template_adapter_or_draft_model_is_noticed(stages: Stages, tmp_path: Path) -> None:
+    for name in ("adapter", "small"):
+        (tmp_path / name).mkdir()
+    rival = {
+        "name": "small",
+        "proposer": "causal_lm",
+        "draft_model": {"model": str(tmp_path / "small")},
+        "tree": {"policy": "chain"},
+    }
+    files = [f"target.chat_template={tmp_path / 't.jinja'}", f"target.adapter={tmp_path / 'adapter'}"]
+    words = [*files, "eval.also=" + yaml.safe_dump([rival], default_flow_style=True, width=math.inf).strip()]
+    for file in ("small/model.safetensors", "adapter/adapter_model.safetensors", "t.jinja"):
+        (tmp_path / "t.jinja").write_text("one")
+        (tmp_path / file).write_text("one")
+        place = f"output_dir={tmp_path / file.replace('/', '-')}.run"
+        assert stages.run(*words, place) == ALL and stages.run(*words, place) == []
+        (tmp_path / file).write_text("another")
+        assert stages.run(*words, place) == (["evaluate"] if "small" in file else ALL)
+
+
+def test_an_export_is_made_again_after_the_weights_and_the_measurement(stages: Stages) -> None:
+    to = "export.to=vllm"
+    assert stages.run() == ALL
+    assert stages.run(to) == ["export"] and stages.run(to) == []
+    exported = stages.recipe_path.parent / "run/export/vllm"
+    assert stages.run(to, "eval.max_prompts=3") == ["evaluate", "export"]
+    assert stages.run(to, "eval.max_prompts=3", "train.max_steps=9") == ["train", "evaluate", "export"]
+    stages.fails["export"] = lambda: 0  # it ended well, but the folder is the older one
+    with pytest.raises(SystemExit):
+        stages.run(to, "eval.max_prompts=3")
+    stages.fails.clear()
+    (exported / "config.json").unlink()
+    assert stages.run(to, "eval.max_prompts=3", "train.max_steps=9")[-1] == "export"
+
+
+def test_a_run_that_starts_from_a_drafter_trains_again_after_that_one(stages: Stages, tmp_path: Path) -> None:
+    stages.content = lambda: "the same"
+    (tmp_path / "start").mkdir()
+    for weights in ("one", "another"):
+        (tmp_path / "start/model.safetensors").write_text(weights)
+        assert "train" in stages.run(f"drafter.init_from={tmp_path / 'start'}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is told on Linux alone")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_stage_ends_with_the_command_that_started_it(name: str, tmp_path: Path) -> None:
+    """Whoever sends the signal to `draftsmith run` alone."""
+    child = f"""
+import os, pathlib, signal, sys, time
+pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))
+try:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    parent = f"""
+import os, signal, sys
+from draftsmith.recipes.command import pipeline
+
+def stage():
+    os.execv(sys.executable, [sys.executable, "-c", {child!r}])  # as training by several processes does
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+pipeline.SECONDS_TO_END = 0.2
+pipeline.console.main = stage
+sys.exit(pipeline._call(["train"]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
+    until = time.monotonic() + 30
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    stage = psutil.Process(int((tmp_path / "pid").read_text()))
+    time.sleep(0.2)
+    process.send_signal(getattr(signal, name))
+    assert process.wait(30) == {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}[name]
+    psutil.wait_procs([stage], timeout=30)
+    assert not stage.is_running() or stage.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_stage_that_did_not_end_well_is_not_done(stages: Stages, capsys: pytest.CaptureFixture[str]) -> None:
+    stages.fails["train"] = lambda: 2
+    with pytest.raises(SystemExit) as ended:
+        stages.run()
+    assert ended.value.code == 2 and stages.called == ALL[:3]
+    stages.fails["train"] = lambda: 0  # SIGTERM: it saved a checkpoint and ended well, without a drafter
+    with pytest.raises(SystemExit) as ended:
+        stages.run()
+    assert ended.value.code == 1 and "train stopped early" in capsys.readouterr().err
+    stages.fails.clear()
+    assert stages.run() == ALL[2:]
+    stages.fails["train"] = lambda: 0  # an older drafter is not this run's
+    with pytest.raises(SystemExit) as ended:
+        stages.run("train.max_steps=9")
+    assert ended.value.code == 1
+
+
+def test_a_recipe_decides_which_stages_there_are(stages: Stages) -> None:
+    c2t = "eval.tree={policy: c2t, c2t: {classifier: " + str(stages.recipe_path.parent / "run/c2t") + "}}"
+    states = f"data.states={stages.recipe_path.parent / 'states'}"
+    assert stages.run("data.prompts=null", states, c2t, "--plan") == [
+        f"{stage} --plan" for stage in ("rank-vocab", "capture", "train", "label-trees", "train-c2t", "evaluate")
+    ]
+    pictures = "data.reprompt.sources=pictures.jsonl"
+    assert stages.run("data.prompts=null", pictures, "--plan") == ["reprompt --plan"]  # the others need its file
+    assert stages.run(pictures, "--plan") == [f"{stage} --plan" for stage in ALL]  # of other prompts
+    assert stages.run("eval.prompts=null", "--plan") == [f"{stage} --plan" for stage in ALL[:3]]
+
+
+def test_prompts_about_pictures_come_first_and_stay(stages: Stages) -> None:
+    pictures = ["data.prompts=null", "data.reprompt.sources=pictures.jsonl"]
+    assert stages.run(*pictures) == ["reprompt", *ALL] and stages.run(*pictures) == []
+    with pytest.raises(UserError, match="data: the prompts or answers changed"):  # after training
+        stages.run(*pictures, "data.reprompt.min_words=99")
+
+
+def test_each_stage_names_the_next_one(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(program: str, done: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [program, str(stages.recipe_path), *arguments])
+        print_next(parse_command(None), done)
+        return capsys.readouterr().out
+
+    recipe, setting = stages.recipe_path, "eval.also=[{name: a b}]"
+    assert said("draftsmith rank-vocab", "rank-vocab", setting) == f"next: draftsmith train {recipe} '{setting}'\n"
+    assert said("draftsmith evaluate", "evaluate") == said("x", "train", "--plan") == ""
+    monkeypatch.chdir(ROOT)
+    assert said("data_gen/rank_vocab.py", "rank-vocab") == f"next: python train/eagle3.py {recipe}\n"
+    monkeypatch.setenv(INSIDE_RUN, "1")
+    assert said("regenerate.py", "regenerate") == ""
+
+
+# draftsmith init
+
+
+def test_init_writes_a_recipe_for_the_target(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    run_main(starter, str(target_dir), "--prompts", "p.jsonl", "--out", "new/mine.yaml")
+    assert capsys.readouterr().out.endswith("next: draftsmith run new/mine.yaml --plan\n")
+    recipe = load_recipe("new/mine.yaml")
+    assert recipe.target.model == str(target_dir) and recipe.data.prompts == "p.jsonl"
+    assert recipe.drafter.vocab_size is None and recipe.data.max_length == 512  # all that the target has
+    assert recipe.train.learning_rate == starter.SMALL[1]  # no more for a target that is smaller still
+    text = (tmp_path / "new/mine.yaml").read_text()
+    assert "reads states 2, 3, 4 of 7" in text and "leave both out for EAGLE's code, llama.cpp\n" in text
+    with pytest.raises(UserError, match=r"new/mine\.yaml exists"):
+        run_main(starter, str(target_dir), "--out", "new/mine.yaml")
+    with pytest.raises(UserError, match=r"^--prompts: no such file: gone.jsonl"):
+        run_main(starter, str(target_dir), "--prompts", "gone.jsonl", "--out", "other.yaml")
+    assert not Path("other.yaml").exists()
+
+
+@pytest.mark.parametrize("depth", [1, 6, 7])
+def test_init_names_states_that_a_target_of_any_depth_has(target_dir: Path, tmp_path: Path, depth: int) -> None:
+    shallow, path = tmp_path / "shallow", tmp_path / "my.yaml"
+    shutil.copytree(target_dir, shallow)
+    config = json.loads((shallow / "config.json").read_text()) | {"num_hidden_layers": depth, "layer_types": None}
+    (shallow / "config.json").write_text(json.dumps(config))
+    path.write_text(starter.starter_recipe(str(shallow), starter.PROMPTS, path))
+    recipe = load_recipe(path)
+    shape = drafter_shape(recipe.drafter, TargetFiles(recipe.target).config)
+    assert isinstance(shape, Eagle3Config) and len(shape.capture_layers) == min(depth, 3)
+    if depth == 7:
+        assert recipe.drafter.capture_layers is None
+        return
+    with pytest.raises(UserError, match=r"too shallow for the default .*, for example \[") as raised:
+        drafter_shape(load_recipe(path, ["drafter.capture_layers=null"]).drafter, TargetFiles(recipe.target).config)
+    assert str(raised.value).endswith(str(recipe.drafter.capture_layers))  # the advice works, too
+
+
+def test_init_s_numbers_follow_the_target_s_size(target_dir: Path, tmp_path: Path) -> None:
+    large = tmp_path / "Large Model"
+    config = json.loads((target_dir / "config.json").read_text())
+    wide = {"hidden_size": 4096, "vocab_size": 151_936, "max_position_embeddings": 40_960, "num_hidden_layers": 36}
+    large.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (large / file).write_bytes((target_dir / file).read_bytes())
+    (large / "config.json").write_text(json.dumps(config | wide))
+    switch = "{% if enable_thinking %}x{% endif %}"
+    (large / "chat_template.jinja").write_text(switch + (target_dir / "chat_template.jinja").read_text())
+    text = starter.starter_recipe(str(large), starter.PROMPTS, Path("of-mine/Large 2.yaml"))
+    assert "leave both out for EAGLE's code, llama.cpp\n" in text
+    (large / "config.json").write_text(
+        json.dumps(config | wide | {"model_type": "granite", "embedding_multiplier": 12})
+    )
+    scaled = starter.starter_recipe(str(large), starter.PROMPTS, Path("scaled.yaml"))
+    assert "leave both out for SGLang, EAGLE's code, llama.cpp\n" in scaled
+    found = yaml.safe_load(text)
+    assert found["output_dir"] == "runs/large-2"
+    assert found["drafter"]["vocab_size"] == 32_000 and found["train"]["learning_rate"] == "1e-4"
+    assert found["target"] == {"model": str(large), "dtype": "auto", "thinking": False}
+    assert "reads states 2, 18, 33 of 36" in text and found["data"]["max_length"] == 2048
