@@ -57,15 +57,16 @@ def main(command: Command) -> None:
     directory = recipe.states_dir
     if (problem := output_problem(directory, folder=True)) is not None:
         raise UserError(f"data.states: {problem}")
-    check_export(recipe, TargetFiles(recipe.target))
+    files = TargetFiles(recipe.target)
+    check_export(recipe, files)
     if command.plan and not leads:
         return
     if not recipe.conversations_path.exists():  # planned before regeneration
         with PlanLines() as plan:
-            plan_before_regeneration(plan, recipe)
+            plan_before_regeneration(plan, recipe, files)
         return
     rejects = Rejects(recipe.training_rejects_path if leads and not command.plan else None)
-    wanted = plan_store(recipe, rejects)
+    wanted = plan_store(recipe, files, rejects)
     existed = directory.exists()
     with ExitStack() as held:
         if leads and existed and not command.plan:
@@ -105,7 +106,7 @@ def complete(recipe: Recipe, target: Target | None = None) -> None:
             return
         if not any((directory / FOLDER).glob("*.safetensors")):
             return
-        wanted = plan_store(recipe, Rejects())
+        wanted = plan_store(recipe, TargetFiles(recipe.target), Rejects())
         manifest, written = store_so_far(directory, wanted, verify=False), rows_written(directory, wanted)
         left = [row for row in rows_to_make(wanted, manifest) if written is None or row not in written]
         clear_leftovers(directory)

@@ -119,9 +119,8 @@ class StorePlan:
             return size + sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
-def plan_store(recipe: Recipe, rejects: Rejects) -> StorePlan:
-    files = TargetFiles(recipe.target)
-    return StorePlan.of(recipe, usable_rows(recipe, TargetFiles(recipe.target), rejects), files)
+def plan_store(recipe: Recipe, files: TargetFiles, rejects: Rejects) -> StorePlan:
+    return StorePlan.of(recipe, usable_rows(recipe, files, rejects), files)
 
 
 def store_so_far(directory: Path, wanted: StorePlan, verify: bool) -> StoreManifest:
@@ -195,8 +194,7 @@ def estimated_bytes(wanted: StorePlan) -> int:
     return shards + pictures + wanted.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(wanted.shards))
 
 
-def plan_before_regeneration(plan: PlanLines, recipe: Recipe) -> None:
-    files = TargetFiles(recipe.target)
+def plan_before_regeneration(plan: PlanLines, recipe: Recipe, files: TargetFiles) -> None:
     if note := bounded_rows(recipe, files):
         print(note)
     longest, asked = longest_row(recipe, files), WantedStates.of(recipe, files)

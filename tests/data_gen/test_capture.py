@@ -178,7 +178,7 @@ def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UserError, match=r"the machine of rank 2 has 2 of kind cuda for 3 processes or more; start 2"):
         capturing.device_of_rank("auto")
     as_rank(monkeypatch, 0, 1)
-    assert capturing.device_of_rank("auto") is None  # load_causal_lm decides
+    assert capturing.device_of_rank("auto") is None  # `TargetFiles.load` decides
 
 
 def test_two_captures_do_not_write_into_one_folder(recipe_path: Path, copy: Path) -> None:
