@@ -56,10 +56,11 @@ from draftsmith.recipes.sections.train import LabelSection
 def main(command: Command) -> None:
     recipe = with_measured_drafters(command.recipe, command.plan)
     section, path = recipe.labels, recipe.labelled_trees_path
-    contender = labelled_contender(recipe, command.contender)
+    files = TargetFiles.read(recipe.target)
+    contender = labelled_contender(recipe, files, command.contender)
     with errors_naming("labels.answers"):
-        check_contenders(recipe, [contender], command.plan)
-        recording, answers = answers_to_label(recipe)
+        check_contenders(recipe, files, [contender], command.plan)
+        recording, answers = answers_to_label(recipe, files)
     if recording.note:
         print(f"note: {recording.note}")
     if said := other_sampling(answers, Sampling.of(recipe.eval)):
@@ -79,7 +80,7 @@ def main(command: Command) -> None:
         plan.writes(path)
         return
     with alone_in(path.parent), errors_naming("labels.answers"):
-        models = LoadedModels(TargetFiles(recipe.target))
+        models = LoadedModels(files)
         check_recorded_from(recording, models.identity)
         trees = label_all(models, contender, section, answers)
         trees.write(path)
@@ -94,7 +95,7 @@ def main(command: Command) -> None:
 # Input.
 
 
-def labelled_contender(recipe: Recipe, name: str | None = None) -> Contender:
+def labelled_contender(recipe: Recipe, files: TargetFiles, name: str | None = None) -> Contender:
     """The contender that drafts, with labels.draft_calls, labels.top_k, and its own vocabulary cut.
 
     Args:
@@ -104,7 +105,7 @@ def labelled_contender(recipe: Recipe, name: str | None = None) -> Contender:
         UserError: an unknown name, or a drafter without distributions; trees deeper than the target's context;
             labels.out cannot be written. It lists all problems.
     """
-    section, positions, problems = recipe.labels, TargetFiles(recipe.target).positions, list[str]()
+    section, positions, problems = recipe.labels, files.positions, list[str]()
     contenders = {contender.name: contender for contender in contenders_of(recipe)}
     contender = next(iter(contenders.values())) if name is None else contenders.get(name)
     if contender is None:
@@ -125,17 +126,17 @@ def labelled_contender(recipe: Recipe, name: str | None = None) -> Contender:
     return replace(contender, tree=tree)
 
 
-def answers_to_label(recipe: Recipe) -> tuple[Recording, list[RecordedAnswer]]:
+def answers_to_label(recipe: Recipe, files: TargetFiles) -> tuple[Recording, list[RecordedAnswer]]:
     """The recorded answers of two tokens or more, shuffled by a hash of their ids.
 
     Raises UserError for missing or damaged answers, or answers recorded from another target.
     """
     path = answers_or_conversations(recipe.labels.answers, recipe, "labels.answers")
     only, note = not_trained_on(recipe, path)
-    recording, target = read_answers(path, only=only), TargetFiles.read(recipe.target)
+    recording = read_answers(path, only=only)
     recording.note = note
-    check_answers_before_loading(recording, target)
-    answers = with_their_pictures(recording.of(PLAIN, PLAIN), target.tokenizer)
+    check_answers_before_loading(recording, files)
+    answers = with_their_pictures(recording.of(PLAIN, PLAIN), files.tokenizer)
     return recording, sorted(with_rounds(answers, path, "labels.answers"), key=_rank)
 
 

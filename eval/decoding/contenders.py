@@ -215,17 +215,17 @@ def fill_of(contender: Contender, cut: DraftVocab, target: TargetFiles) -> str |
     return fill_text(cut, counts, always_inside(metadata).union(target.stop_ids))
 
 
-def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool = False) -> None:
+def check_contenders(recipe: Recipe, files: TargetFiles, contenders: Sequence[Contender], plan: bool = False) -> None:
     """Checks all contenders before weights are loaded and reports all problems at once. Prints notes on their cuts.
 
     Args:
         plan: the recipe's own drafter may be missing, because a plan may come before the training; so may foreign ones.
 
     Raises:
-        UserError: the target, a drafter, classifier, draft model or file of token counts is missing, unreadable or
+        UserError: a drafter, classifier, draft model or file of token counts is missing, unreadable or
             another target's; a cut exceeds a drafter's vocabulary; a tree exceeds the target's positions.
     """
-    target, sampling = TargetFiles.read(recipe.target), Sampling.of(recipe.eval)
+    sampling = Sampling.of(recipe.eval)
     places: dict[str, list[str]] = {}  # of each problem, in order
     notes: dict[str, None] = {}
     may_be_untrained = plan and recipe.eval.drafter is None and not recipe.drafter_dir.exists()
@@ -250,25 +250,25 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
         tree, drafter = contender.tree, contender.drafter
         there = drafter is None or drafter not in to_come
         if there:
-            there = collect(contender.entry.key, contender.entry.check, target, contender) or drafter is None
+            there = collect(contender.entry.key, contender.entry.check, files, contender) or drafter is None
         known = True
         if tree.policy != "auto":
             known = collect("eval.tree.c2t.classifier", policy_of, tree, sampling)
-            collect("eval.tree", check_size, tree, target.positions)
+            collect("eval.tree", check_size, tree, files.positions)
         if contender.quantization is not None:
             quantized = TargetFiles(recipe.target.quantized(contender.quantization))
             collect("eval.quantization", quantized.check_precision)
         if contender.router is not None:
-            collect("eval.router.static", check_sam, target, contender.router)
+            collect("eval.router.static", check_sam, files, contender.router)
         if contender.relaxed is not None:
-            collect("eval.acceptance.neighbours", check_neighbours, contender.relaxed, target)
+            collect("eval.acceptance.neighbours", check_neighbours, contender.relaxed, files)
         has_vocab = contender.has_distributions or contender.proposer == "hierarchy"
-        if there and has_vocab and collect("eval.token_counts", vocab_of, contender, target) and known:
-            vocab = vocab_of(contender, target)
+        if there and has_vocab and collect("eval.token_counts", vocab_of, contender, files) and known:
+            vocab = vocab_of(contender, files)
             if tree.policy == "c2t":
                 identity = drafter_identity(contender, vocab)
                 collect("eval.tree.c2t.classifier", check_made_for, tree.c2t.classifier, identity)
-            if fill := fill_of(contender, vocab, target):
+            if fill := fill_of(contender, vocab, files):
                 notes[f"note: eval.tree.vocab_size: {fill}"] = None
     if places:
         raise UserError([_placed(problem, where) for problem, where in places.items()])

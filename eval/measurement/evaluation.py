@@ -65,13 +65,13 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
     """Decodes every prompt plainly and with each contender. With `plan` it only prints the plan."""
     if recipe.eval.prompts is None:
         raise UserError("eval.prompts: not given; name a prompt file, or mt_bench")
-    check_contenders(recipe, contenders, plan)
-    files = TargetFiles(recipe.target)
+    files = TargetFiles.read(recipe.target)
+    check_contenders(recipe, files, contenders, plan)
     full = no_room(recipe, files)
     if full and not plan:
         raise UserError(full)
     if not plan:
-        check_automatic(recipe, contenders)
+        check_automatic(recipe, files, contenders)
         make_out(recipe)
     with nullcontext() if plan else alone_in(recipe.eval_out):
         rejects = Rejects(None if plan else recipe.eval_out / "prompts.rejects.jsonl")
@@ -85,7 +85,7 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
                 lines.problems += [full] if full else []
                 print_evaluation_plan(lines, recipe, files, asked, contenders)
                 try:
-                    check_automatic(recipe, contenders, plan)
+                    check_automatic(recipe, files, contenders, plan)
                 except UserError as error:
                     print(f"CANNOT WORK yet: policy auto: {'; '.join(error.problems)}")
             return
@@ -106,15 +106,16 @@ def evaluate_by_replay(recipe: Recipe, contenders: list[Contender], plan: bool) 
     if not plan:
         make_out(recipe)
     contenders = with_trees_chosen_before(recipe, contenders)
-    check_contenders(recipe, contenders, plan)
-    recording = recording_of(recipe, contenders)
+    files = TargetFiles.read(recipe.target)
+    check_contenders(recipe, files, contenders, plan)
+    recording = recording_of(recipe, files, contenders)
     recipe = as_replayed(recipe, recording)
     if recording.note:
         print(f"note: {recording.note}")
     if plan:
-        print_replay_plan(recipe, recording, contenders)
+        print_replay_plan(recipe, files, recording, contenders)
         return
-    models = LoadedModels(TargetFiles(recipe.target))
+    models = LoadedModels(files)
     agreement = Agreement.of(models.target)
     results = replay_contenders(models, contenders, recording, recipe.eval.replay_batch_size, agreement)
     print(f"answers of {recording.path}: {agreement}")
@@ -218,11 +219,11 @@ def keeping_answers(partial: Path) -> Iterator[IO[str]]:
         raise
 
 
-def check_automatic(recipe: Recipe, contenders: Sequence[Contender], plan: bool = False) -> None:
+def check_automatic(recipe: Recipe, files: TargetFiles, contenders: Sequence[Contender], plan: bool = False) -> None:
     """Checks the candidates and answers for policy `auto` before weights are loaded."""
     for contender in contenders:
         if contender.tree.policy == "auto":
-            prepared(recipe, contender, candidates_of(recipe, contender.tree), plan)
+            prepared(recipe, files, contender, candidates_of(recipe, contender.tree), plan)
 
 
 def with_chosen_trees(models: LoadedModels, recipe: Recipe, contenders: Sequence[Contender]) -> list[Contender]:

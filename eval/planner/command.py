@@ -54,8 +54,8 @@ def main(command: Command) -> None:
         raise UserError("eval.quantization: the planner measures the recipe's own target; set target.quantization")
     if planned.relaxed is not None:
         raise UserError("eval.acceptance: the planner predicts what exact acceptance takes; leave it out")
-    contenders, recording, answers = prepared(recipe, planned, candidates_of(recipe), command.plan)
-    files, asked = TargetFiles(recipe.target), list[Question]()
+    files, asked = TargetFiles.read(recipe.target), list[Question]()
+    contenders, recording, answers = prepared(recipe, files, planned, candidates_of(recipe), command.plan)
     rejects = Rejects()
     if command.measure:
         if recipe.eval.prompts is None:
@@ -83,7 +83,7 @@ def choose_tree(models: LoadedModels, recipe: Recipe, contender: Contender) -> T
     Raises:
         UserError: no recorded answers, another target's, or impossible candidates.
     """
-    plan = make_plan(models, recipe, *prepared(recipe, contender, candidates_of(recipe, contender.tree)))
+    plan = make_plan(models, recipe, *prepared(recipe, models.files, contender, candidates_of(recipe, contender.tree)))
     print_result(plan, recipe, contender)
     return plan.rows[0].tree
 

@@ -152,7 +152,7 @@ def as_yaml(tree: TreeSection) -> str:
 
 
 def prepared(
-    recipe: Recipe, base: Contender, trees: Sequence[TreeSection], plan: bool = False
+    recipe: Recipe, files: TargetFiles, base: Contender, trees: Sequence[TreeSection], plan: bool = False
 ) -> tuple[list[Contender], Recording, list[RecordedAnswer]]:
     """`base` with each of these trees, named, and `planner_answers`; all checked before weights are loaded.
 
@@ -160,14 +160,14 @@ def prepared(
         UserError: as `check_contenders` (which takes `plan`) and `planner_answers`.
     """
     # First without the trees, so that the drafter's faults are named once.
-    check_contenders(recipe, [_with_tree(recipe, base, TreeSection(policy="auto"), base.place)], plan)
+    check_contenders(recipe, files, [_with_tree(recipe, base, TreeSection(policy="auto"), base.place)], plan)
     places = (f"eval.planner.candidates.{i}" for i in range(len(trees)))
     contenders = [
         replace(_with_tree(recipe, base, tree, place), name=as_yaml(tree))
         for tree, place in zip(trees, places, strict=True)
     ]
-    check_contenders(recipe, contenders, plan)
-    return contenders, *planner_answers(recipe, trees)
+    check_contenders(recipe, files, contenders, plan)
+    return contenders, *planner_answers(recipe, files, trees)
 
 
 def _with_tree(recipe: Recipe, base: Contender, tree: TreeSection, place: str = "") -> Contender:
@@ -179,7 +179,9 @@ def _with_tree(recipe: Recipe, base: Contender, tree: TreeSection, place: str = 
 # The recorded answers.
 
 
-def planner_answers(recipe: Recipe, trees: Sequence[TreeSection]) -> tuple[Recording, list[RecordedAnswer]]:
+def planner_answers(
+    recipe: Recipe, files: TargetFiles, trees: Sequence[TreeSection]
+) -> tuple[Recording, list[RecordedAnswer]]:
     """A file of recorded answers, and at most eval.planner.max_answers of them, checked before weights are loaded.
 
     They are spread evenly over eval.planner.answers, or over the conversations that training keeps for validation.
@@ -194,13 +196,12 @@ def planner_answers(recipe: Recipe, trees: Sequence[TreeSection]) -> tuple[Recor
     path = answers_or_conversations(section.answers, recipe, "eval.planner.answers")
     with errors_naming("eval.planner.answers"):
         recording = read_answers(path, only=None if section.answers else kept_for_validation(path, most, of=1))
-        target = TargetFiles.read(recipe.target)
-        check_answers_before_loading(recording, target)
-        room_for(target.positions, trees)  # checks that there is some
+        check_answers_before_loading(recording, files)
+        room_for(files.positions, trees)  # checks that there is some
         answers = with_rounds(recording.of(PLAIN, PLAIN), path, "eval.planner.answers")
         if len(answers) > most:
             answers = [answers[i * len(answers) // most] for i in range(most)]
-        return recording, with_their_pictures(answers, target.tokenizer)
+        return recording, with_their_pictures(answers, files.tokenizer)
 
 
 def sampling_note(recipe: Recipe, answers: Sequence[RecordedAnswer]) -> str | None:

@@ -42,7 +42,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
 
-def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
+def recording_of(recipe: Recipe, files: TargetFiles, contenders: Sequence[Contender]) -> Recording:
     """The recorded answers, checked as far as possible before weights are loaded.
 
     Raises:
@@ -53,9 +53,8 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
     only, note = not_trained_on(recipe, path)
     recording = read_answers(path, recipe.eval.max_prompts, sampling, recipe.eval.turns == "first", only)
     recording.note = note
-    target = TargetFiles.read(recipe.target)
-    check_answers_before_loading(recording, target)
-    placed = iter(with_their_pictures(recording, target.tokenizer))
+    check_answers_before_loading(recording, files)
+    placed = iter(with_their_pictures(recording, files.tokenizer))
     recording.answers = {name: [next(placed) for _ in answers] for name, answers in recording.answers.items()}
     problems = []
     turns = [answer.key for answer in _baseline(recording, contenders)]
@@ -124,12 +123,11 @@ def replay_contenders(
     return {PLAIN: plain} | {contender.name: found[contender.name] for contender in contenders}
 
 
-def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> int:
+def planned_bytes(recipe: Recipe, files: TargetFiles, recording: Recording, contenders: Sequence[Contender]) -> int:
     """Peak memory of replay beside the models. Untrained drafters are not counted."""
     answers = _baseline(recording, contenders)
     shapes = [read_drafter_config(c.drafter)[0] for c in contenders if c.drafter is not None and c.drafter.exists()]
-    target = TargetFiles(recipe.target)
-    text, size = target.text_config, target.size
+    text, size = files.text_config, files.size
     layers = {layer for shape in shapes for layer in shape.capture_layers}
     states = len(layers) * text.hidden_size * size.dtype.itemsize
     # Bytes of a drafted column's keys and values. One drafter works at a time, so the widest counts.
@@ -144,9 +142,11 @@ def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Con
     return most + checking_bytes(text.vocab_size)
 
 
-def print_replay_plan(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> None:
-    answers, size = _baseline(recording, contenders), TargetFiles(recipe.target).size
-    states = planned_bytes(recipe, recording, contenders)
+def print_replay_plan(
+    recipe: Recipe, files: TargetFiles, recording: Recording, contenders: Sequence[Contender]
+) -> None:
+    answers, size = _baseline(recording, contenders), files.size
+    states = planned_bytes(recipe, files, recording, contenders)
     with PlanLines() as plan:
         plan.line("reads", f"{recording.path}: {len(answers):,} answers, {answer_tokens(answers):,} tokens", "counted")
         plan.line("replayed by", "; ".join(contender.name for contender in contenders))

@@ -69,13 +69,14 @@ def test_answers_come_from_validation_conversations_by_default(place: Path, tmp_
     answers = (place / "answers.jsonl").read_text().splitlines()
     (tmp_path / "conversations.jsonl").write_text("".join(line + "\n" for line in answers))
     here = recipe_of(place, "labels.answers=null", f"output_dir={tmp_path}")
-    recording, chosen = labelling.answers_to_label(here)
+    recording, chosen = labelling.answers_to_label(here, TargetFiles(here.target))
     assert len(chosen) == 1 and "answers are taken from the 1 conv" in recording.note  # a fifth of the eight at most
     none = recipe_of(place, "labels.answers=null", f"output_dir={tmp_path}", "train.validation_conversations=0")
-    recording, chosen = labelling.answers_to_label(none)
+    recording, chosen = labelling.answers_to_label(none, TargetFiles(none.target))
     assert len(chosen) == 8 and "has learnt these answers" in recording.note
+    gone = recipe_of(place, "labels.answers=null", "output_dir=/nowhere")
     with pytest.raises(UserError, match=r"labels\.answers: not given, and there are no conversations"):
-        labelling.answers_to_label(recipe_of(place, "labels.answers=null", "output_dir=/nowhere"))
+        labelling.answers_to_label(gone, TargetFiles(gone.target))
 
 
 def test_max_rows_ends_with_a_whole_answer(place: Path, script: Callable[..., str], tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_classifier_for_another_drafter_is_refused(place: Path, tmp_path: Path
         C2tClassifier(C2tConfig(drafter=words)).save(tmp_path / "c2t")
         tree = f"eval.tree={{policy: c2t, c2t: {{classifier: {tmp_path / 'c2t'}}}}}"
         contender = replace(main_contender(recipe_of(place, tree)), drafter=drafter)
-        check_contenders(recipe, [contender])
+        check_contenders(recipe, TargetFiles.read(recipe.target), [contender])
         loaded_proposer(LoadedModels(TargetFiles(recipe.target)), contender)
 
     shutil.copytree(place / "run/drafter", tmp_path / "moved")

@@ -52,7 +52,7 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
         ["eval.also=" + json.dumps(others)],
         ["cut: eval.tree.vocab_size=16", f"b: eval.drafter={place / 'other/drafter'}"],
     )
-    check_contenders(recipe, found)
+    check_contenders(recipe, TargetFiles.read(recipe.target), found)
     loads: list[str] = []
     for owner, name in ((TargetFiles, "load"), (loaded_models, "load_drafter"), (loaded_models, "load_draft_model")):
         load = getattr(owner, name)

@@ -117,7 +117,7 @@ def test_impossible_sources_of_neighbours_are_named(place: Path, text_place: Pat
         rule = f"eval.acceptance={{rule: lantern, neighbours: {neighbours}}}"
         recipe = load_recipe(str(folder / "recipe.yaml"), [rule])
         with pytest.raises(UserError, match=said):
-            check_contenders(recipe, contenders_of(recipe))
+            check_contenders(recipe, TargetFiles.read(recipe.target), contenders_of(recipe))
 
     path = tmp_path / "codes.safetensors"
     refused("has no codebook of its own", "codebook", text_place)

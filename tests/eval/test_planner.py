@@ -136,7 +136,7 @@ def test_a_plan_from_recorded_answers_to_measured_ones(
 
 def planned(recipe_path: Path, lineup: LoadedModels, *settings: str) -> Plan:
     recipe = load_recipe(recipe_path, settings)
-    found = planner.prepared(recipe, main_contender(recipe), candidates_of(recipe))
+    found = planner.prepared(recipe, TargetFiles.read(recipe.target), main_contender(recipe), candidates_of(recipe))
     return planner.make_plan(lineup, recipe, *found)
 
 
@@ -173,7 +173,9 @@ def test_dropping_the_slow_costs_no_speed(recipe_path: Path, monkeypatch: pytest
     candidates += [{"nodes": n, "draft_calls": d, "top_k": 4} for n, d in itertools.product((8, 24), (3, 5))]
     settings = "eval.planner.max_answers=8", f"eval.planner.candidates={json.dumps(candidates)}"
     recipe, lineup = load_recipe(recipe_path, settings), LoadedModels(TargetFiles(load_recipe(recipe_path).target))
-    contenders, recording, answers = planner.prepared(recipe, main_contender(recipe), candidates_of(recipe))
+    contenders, recording, answers = planner.prepared(
+        recipe, TargetFiles.read(recipe.target), main_contender(recipe), candidates_of(recipe)
+    )
     proposers = {contender.name: loaded_proposer(lineup, contender) for contender in contenders}
     known = replay_all(lineup.target, proposers, answers, 8)
     place = {id(answer): i for i, answer in enumerate(answers)}
