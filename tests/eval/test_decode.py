@@ -341,3 +341,7 @@ def test_prompt_lookup_continues_the_latest_longest_match() -> None:
     assert tree.sizes.tolist() == [4, 1]  # nothing to copy: a round of plain decoding
     lookup.set_rows([1])
     assert lookup.propose()[0].tokens.tolist() == [[7]]
+    lookup.set_rows([], 1)
+    text = [1, 2, 3, 3, 1, 2, 4, 4, 1, 2, 5, 5, 1, 2]
+    lookup.observe(Committed(unasked_target(99), [text], None, [len(text) - 1]))
+    assert lookup.propose()[0].tokens[0].tolist() == [2, 5, 5, 1]  # the latest of the same length

@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.eval.decoding.policies import Chain, StaticTree, TreePolicy
 from draftsmith.eval.decoding.stopping import Svip
-from draftsmith.models.sampling import Sampling
+from draftsmith.models.sampling import Sampling, SeededDraws
 from tests import reference
 from tests.scripted_drafting import Nodes, Scripted, Table, paths_of, roots
 
@@ -103,3 +103,16 @@ def test_siblings_are_drawn_without_replacement(sampling: Sampling) -> None:
             torch.testing.assert_close(tree.drawn_from[0, node, 1:8:2], torch.tensor(law(*path)))
         assert not tree.drawn_from[0, 3:].any()
     assert total == pytest.approx(1)
+
+
+def test_a_row_that_has_stopped_draws_nothing_more() -> None:
+    policy = Chain(6, Svip(0.15, 0.45), Sampling(1.0))
+    draws = [SeededDraws(0, row) for row in range(6)]
+    tree, calls = policy.grow(Scripted([Table(row) for row in range(6)]), roots(6), draws)
+    assert len(set(calls)) > 2 and tree.drawn_from is not None
+    drawn = tree.drawn_from.sum(-1) > 0  # below each node
+    for row, made in enumerate(calls):
+        assert drawn[row].tolist() == [node < made for node in range(drawn.shape[1])]
+        fresh = SeededDraws(0, row)
+        fresh.uniforms(made)
+        assert torch.equal(draws[row].uniforms(3), fresh.uniforms(3))

@@ -448,3 +448,9 @@ def test_answers_drafted_by_every_kind_have_the_target_s_law(proposer: str, kind
 def test_sampling_without_draws_is_refused() -> None:
     with pytest.raises(ValueError, match="needs draws"):
         decode(small_pair(None)[0], None, [1, 3, 0], set(), 30, Sampling(1.0))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_top_k_leaves_so_many_tokens(top_k: int) -> None:
+    p = Sampling(1.3, top_k=top_k).probabilities(torch.randn(3, 9, generator=torch.Generator().manual_seed(0)))
+    assert (p > 0).sum(-1).tolist() == [top_k] * 3 and p.sum(-1).tolist() == pytest.approx([1] * 3)

@@ -1,5 +1,6 @@
 """The target's adapter: merged as peft applies it, refused where it does not fit, and part of the target's identity."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -116,8 +117,12 @@ def test_what_is_no_adapter_is_refused(target_dir: Path, adapter: Path, tmp_path
 def test_the_adapter_is_part_of_the_target_s_identity(target_dir: Path, adapter: Path, tmp_path: Path) -> None:
     plain, adapted = (TargetFiles.read(section_of(target_dir, each)) for each in (None, adapter))
     other = changed(adapter, tmp_path / "other", without_numbers)
-    digests = [adapter_digest(section_of(target_dir, each)) for each in (None, adapter, other)]
-    assert digests[0] is None and len(set(digests)) == 3
+    shutil.copytree(adapter, tmp_path / "louder")
+    settings = json.loads((adapter / CONFIG).read_text())
+    (tmp_path / "louder" / CONFIG).write_text(json.dumps(settings | {"lora_alpha": 99}))
+    folders = (None, adapter, other, tmp_path / "louder")
+    digests = [adapter_digest(section_of(target_dir, each)) for each in folders]
+    assert digests[0] is None and len(set(digests)) == len(folders)
     for mine, theirs in ((plain, adapted), (adapted, plain)):
         written_by = {key: value for key, value in theirs.identity.items() if value is not None}
         recording = read_answers(write_lines(tmp_path / "c.jsonl", conversation(0, **written_by)))

@@ -6,6 +6,7 @@ How they learn is tests/train/test_unroll.py's matter, how they draft tests/eval
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, save_drafter
+from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, save_drafter, shape_of_run
 from draftsmith.models.draft_tree import Committed, Drafting
 from draftsmith.models.drafters import drafter_shape
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
@@ -207,6 +208,18 @@ def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
             train(paths[name], f"drafter.init_from={starts / start}", "--plan")
     with pytest.raises(UserError, match=r"specialists is 2 there, 3 here"):
         train(paths["poss"], f"drafter.init_from={starts / 'poss'}", "drafter.specialists=3", "train.ttt_steps=6")
+
+
+def test_a_run_from_another_drafter_keeps_what_no_key_of_a_recipe_sets(
+    recipe_of: Any, loaded: tuple[Target, dict[str, Any]], tmp_path: Path
+) -> None:
+    drafter = untaught("eagle", loaded[0])
+    own = {"rope_type": "default", "rope_theta": 123.0}
+    drafter.config = replace(drafter.config, rope_parameters=own, rms_norm_eps=1e-3)
+    save_drafter(tmp_path / "start", drafter, loaded[1], "", {})
+    recipe = load_recipe(recipe_of("eagle"), [f"drafter.init_from={tmp_path / 'start'}"])
+    shape = shape_of_run(recipe, TargetFiles(recipe.target))
+    assert (shape.rope_parameters, shape.rms_norm_eps) == (own, 1e-3)
 
 
 @pytest.mark.slow

@@ -177,3 +177,15 @@ def test_attention_takes_what_a_gpu_s_kernel_returns(monkeypatch: pytest.MonkeyP
         lambda *given, **more: attend(*given, **more).transpose(1, 2).contiguous().transpose(1, 2),
     )
     torch.testing.assert_close(grouped_attention(query, keys, values, mask), expected)
+
+
+def test_a_row_is_read_before_another_takes_its_place() -> None:
+    store = KeyValues([(kind(1, 2), kind(1, 2))], [2, 2, 2], capacity=4)
+    store.place(0, 1)
+    slots = torch.randn(3, 1, 1, 2)
+    store.write(0, slots, -slots)
+    store.set_rows([2, 0])  # row 0 goes to the place of row 1, and row 2 to its own
+    store.commit([1, 1])
+    store.place(0, 1)
+    keys, _ = store.write(0, *torch.zeros(2, 2, 1, 1, 2))
+    assert torch.equal(keys[:, :, 2:3], slots[[2, 0]])

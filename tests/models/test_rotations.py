@@ -160,3 +160,10 @@ def test_a_target_with_a_rotation_that_cannot_be_is_refused_from_its_config(
     with pytest.raises(UserError, match=reason):
         Eagle3Config.for_target(TargetFiles(section).config, 320, (1, 2, 3), 320)
         _ = TargetFiles(section).size
+
+
+def test_a_drafter_takes_the_rotation_of_full_attention() -> None:
+    bases = {"full_attention": 7000.0, "sliding_attention": 90.0}
+    rope = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
+    config = make_config("gemma3_text", rope_parameters=rope)
+    assert Eagle3Config.for_target(config, 320, (1, 2, 3), 320).rope_parameters["rope_theta"] == 7000.0

@@ -5,12 +5,13 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.decoding.sam import DRAFTER, DYNAMIC, STATIC, SamDraft, SamProposer, fused
+from draftsmith.eval.decoding.sam import DRAFTER, DYNAMIC, STATIC, SamDraft, SamProposer, SamRouter, fused
 from draftsmith.eval.replay.replay import replay
 from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
@@ -200,6 +201,25 @@ def taught_pair() -> tuple[Target, PolicyProposer, list[list[int]], StaticAutoma
     policy = policy_of(TreeSection(nodes=10, draft_calls=3, top_k=3))
     answers = [greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS]
     return target, PolicyProposer(FeatureDrafting(drafter), policy), answers, misleading(answers, target.vocab_size)
+
+
+def test_a_drafter_that_was_not_asked_catches_up_with_the_same_drafts() -> None:
+    """Its rounds are those that it drafts where it observes each round on its own."""
+    target, drafting, _, corpus = taught_pair()
+    drafted = []
+    for eager in (False, True):
+        router = beside(drafting, corpus, 3, fuse=False)
+        if eager:
+
+            def at_once(committed: Committed, router: SamRouter = router, lazily: Any = router.observe) -> None:
+                lazily(committed)
+                router._catch_up()
+
+            router.observe = at_once  # type: ignore[method-assign]
+        answers = decode_batch(target, router, PROMPTS[:3], {-1}, NEW_TOKENS)
+        drafted.append([(answer.drafted_by, answer.accepted_per_round) for answer in answers])
+    assert drafted[0] == drafted[1]
+    assert any(DRAFTER not in each for by, _ in drafted[0] for each in by)
 
 
 @pytest.mark.parametrize("name", ["alone", "routed", "fused"])
