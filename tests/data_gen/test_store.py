@@ -346,6 +346,11 @@ def test_an_epoch_reads_every_row_once_and_few_shards_at_a_time() -> None:
         for start in range(0, len(found) - 32, 32):
             shards = {shard_of[row] for batch in found[start : start + 32] for row in batch}
             assert len(shards) <= 2 * 4  # of a hundred: a pool has fewer rows than a window
+            widths = [max(lengths[row] for row in batch) for batch in found[start : start + 32]]
+            assert widths not in (
+                sorted(widths),
+                sorted(widths, reverse=True),
+            )  # cut by length, then shuffled
         padded = sum(len(batch) * max(lengths[row] for row in batch) for batch in found)
         assert sum(lengths) / padded > 0.9
     assert epoch(0) == epoch(0) and epoch(0) not in (epoch(1), epoch(0, seed=1))

@@ -26,7 +26,7 @@ from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train import eagle3
-from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS
+from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS, Tally
 from draftsmith.train.run import inputs
 from draftsmith.train.run.batches import BatchOrder
 from draftsmith.train.run.engine import Engine
@@ -130,6 +130,14 @@ def test_gradients_are_divided_by_the_columns_of_all_ranks(
     [line] = metrics(train(recipe_path, "train.max_steps=1"))
     alone = metrics(six_steps / "run")[0]
     assert line["grad_norm"] == pytest.approx(alone["grad_norm"] / 2, rel=1e-4)
+
+
+def test_the_logged_loss_is_that_of_a_column() -> None:
+    tally, alone = Tally.empty(2, torch.device("cpu")), SimpleNamespace(reduce=lambda tensor, how: tensor)
+    for sums, values in ((tally.loss, 6), (tally.columns, 3), (tally.reached, [3, 1]), (tally.correct, [3, 0])):
+        sums += torch.tensor(values)
+    line = tally.over_ranks(alone)  # type: ignore[arg-type]
+    assert (line["loss"], line["accuracy"], line["simulated_tau"]) == (2, [1, 0], 2)
 
 
 def test_micro_batches_of_all_processes_make_a_step(recipe_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.replay.answers import RecordedAnswer
 from draftsmith.eval.replay.replay import replay
@@ -20,6 +21,7 @@ from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run.inputs import read_rows
 from draftsmith.train.run.loop import Loop
+from draftsmith.train.run.validation_replay import answers_of
 from tests.thinning import a_few
 from tests.training_runs import metrics, train
 from tests.training_runs import no_dry_run as no_dry_run
@@ -94,3 +96,8 @@ def test_a_kill_between_checkpoint_and_replay_loses_neither(
         assert metrics(killed) == metrics(whole)
     mine, expected = (load_file(d / "drafter/model.safetensors") for d in (killed, whole))
     assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+def test_replay_takes_so_many_conversations_with_all_their_rows() -> None:
+    rows = [TrainingRow(id_, [1, 2, 3, 4], [(2, 4)]) for id_ in ("a", "a", "b", "c")]
+    assert [answer.conversation_id for answer, _ in answers_of(rows, 2)] == ["a", "a", "b"]
