@@ -10,33 +10,29 @@ A run that three or more evaluation turns share (COMMON) is a stock phrase and c
 an evaluation conversation that have fewer than 8 words (LATER_TURN_WORDS, "Go on.") are not compared.
 """
 
-import json
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.lines import json_line
 from draftsmith.recipes.prompts.picture_files import data_url
 from draftsmith.recipes.prompts.picture_parts import with_picture_parts
 from draftsmith.recipes.prompts.reader import read_conversations, read_training_prompts
-from draftsmith.recipes.prompts.records import Conversation, stored_conversation
+from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.prompts.sources import records
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.base import as_list
 
-LeaveOut = Callable[[Conversation], str | None]  # gives the reason to leave a conversation out
 Key = tuple[str, str]  # words and pictures of a user turn, which equal turns share
 Finding = dict[str, Any]  # a line of contamination.jsonl
 
@@ -90,7 +86,7 @@ class EvaluationIndex:
 
 
 def user_turns(conversation: Conversation) -> Iterator[tuple[str, list[str], Key]]:
-    """(text, words, key) of each user turn, without placeholders of pictures, however the record names its pictures."""
+    """(text, words, key) of each user turn, without placeholders of pictures. Skips malformed messages."""
     messages, pictures = conversation.messages, conversation.pictures
     if pictures:
         with suppress(ValueError, KeyError, TypeError, AttributeError):  # malformed: only its like is the same
@@ -98,11 +94,11 @@ def user_turns(conversation: Conversation) -> Iterator[tuple[str, list[str], Key
     for message in messages:
         if not isinstance(message, dict) or message.get("role") != "user":
             continue
-        text = message.get("content")
-        if isinstance(text, list):
-            parts = [part.get("text") for part in text if isinstance(part, dict)]
-            text = "".join(part for part in parts if isinstance(part, str))
-        if isinstance(text, str) and text.strip():
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        text = "".join(each for each in texts if isinstance(each, str))
+        if text.strip():
             words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
             asked = " ".join(words) or "".join(text.split())  # punctuation alone has no words
             yield text, words, (asked, "\n".join(pictures))
@@ -117,45 +113,38 @@ def _beginning(text: str) -> str:
     return " ".join(text.split())[:SHOWN_CHARACTERS]
 
 
-# A recipe's check.
-
-
 class Check:
-    """Compares training conversations, one source after another, with all of eval.prompts.
+    """Compares training conversations with all of eval.prompts.
 
     Args:
-        remove: leave matching conversations out. Raises UserError if a source of eval.prompts cannot be read then.
+        remove: leave matches out. Raises UserError if a source of eval.prompts cannot be read then.
     """
 
     def __init__(self, recipe: Recipe, remove: bool):
         self.remove, self._path = remove, recipe.contamination_path
-        self.checked: Counter[str] = Counter()  # conversations by source
+        self.checked = 0  # conversations
         self.findings: list[Finding] = []
-        self.notes: list[str] = []  # sentences about what was not compared
+        self._notes: list[str] = []  # about what was not compared
         unread: list[str] = []
         self.index = EvaluationIndex(self._evaluation(recipe, unread))
         if unread and remove:
             wanted = "data.contamination: remove needs all of them: fetch them, name files"
             raise UserError([*unread, f"{wanted}, or set data.contamination=list"])
-        self.notes += [f"note: {problem}" for problem in unread]
+        self._notes += unread
 
     def _evaluation(self, recipe: Recipe, unread: list[str]) -> Iterator[Conversation]:
         limit = max(MOST, recipe.eval.max_prompts or 0)
         for source in as_list(recipe.eval.prompts):
             count = 0
-            try:
-                for conversation in read_conversations(source, Rejects(), limit, store=data_url):
-                    count += 1
+            with collecting_problems(unread, "no contamination check against eval.prompts: "):
+                for count, conversation in enumerate(read_conversations(source, Rejects(), limit, store=data_url), 1):
                     yield conversation
-            except UserError as error:
-                unread.append(f"no contamination check against eval.prompts: {error.problems[0]}")
             if count == limit:
-                first = f"the first {limit:,} conversations of {source}"
-                self.notes.append(f"note: contamination was checked against {first}")
+                self._notes.append(f"contamination was checked against the first {limit:,} conversations of {source}")
 
     def look(self, conversation: Conversation) -> str | None:
         """Records a match. Returns the reason to leave the conversation out if matches are removed, else None."""
-        self.checked[conversation.source] += 1
+        self.checked += 1
         if (finding := self.index.find(conversation)) is None:
             return None
         self.findings.append(finding)
@@ -164,33 +153,20 @@ class Check:
         return f"contaminated: {asks}" if self.remove else None
 
     def report(self, write: bool = True) -> None:
-        """Prints a summary, and lists the matches in the recipe's contamination_path beside those of other sources.
-
-        Raises UserError if that is a foreign file.
-        """
-        if write:
-            self._write()
+        """Prints a summary and, with `write`, replaces the list in contamination_path if there are matches."""
+        if write and self.findings:
+            atomic_write(self._path, b"".join(map(json_line, self.findings)))
         kinds, places = (Counter(each[key] for each in self.findings).most_common() for key in ("reason", "benchmark"))
         summary = (
-            f"contamination: {len(self.findings):,} of {self.checked.total():,} training conversations ask what "
+            f"contamination: {len(self.findings):,} of {self.checked:,} training conversations ask what "
             f"{self.index.conversations:,} evaluation conversations ask"
         )
         if self.findings:
             counted = ", ".join(f"{count:,} {reason}" for reason, count in kinds)
             counted += "; " + ", ".join(f"{name} {count:,}" for name, count in places)
             done = "left out" if self.remove else "kept (data.contamination: remove leaves them out)"
-            summary += f" ({counted}): {done}" + (f"; listed in {self._path}" if write else "")
-        print("\n".join([*self.notes, summary]))
-
-    def _write(self) -> None:
-        path = self._path
-        try:
-            held = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            lines = [line for line in held if json.loads(line)["source"] not in self.checked]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: not a list of contaminated conversations; move it away") from None
-        if held or self.findings:
-            atomic_write(path, b"".join([*lines, *map(json_line, self.findings)]))
+            summary += f" ({counted}): {done}" + f"; listed in {self._path}" * write
+        print("\n".join([*(f"note: {note}" for note in self._notes), summary]))
 
 
 def screen(
@@ -198,11 +174,11 @@ def screen(
 ) -> list[Conversation]:
     """The conversations to ask: all, or, if data.contamination is `remove`, those without a match. Reports matches.
 
-    Raises UserError if none is left, or if data.contamination is `remove` and a source of eval.prompts cannot be read.
-
     Args:
         rejects: receives the conversations that are left out.
-        write: list the matches in the recipe's contamination_path.
+        write: as of `Check.report`.
+
+    Raises UserError if none is left, and as `Check` does.
     """
     if recipe.data.contamination == "off" or recipe.eval.prompts is None:
         return conversations
@@ -227,48 +203,31 @@ def training_check(recipe: Recipe) -> Check | None:
     all, because they may be older than that setting.
     """
     action = recipe.data.contamination
-    if action == "off" or recipe.eval.prompts is None or (action == "list" and not _from_elsewhere(recipe)):
+    if recipe.eval.prompts is None or not (action == "remove" or (action == "list" and _from_elsewhere(recipe))):
         return None
     return Check(recipe, action == "remove")
-
-
-def left_out_of_training(recipe: Recipe) -> LeaveOut | None:
-    """Training's argument of `training_rows`. It leaves out what rank_vocab left out and reported."""
-    check = training_check(recipe) if recipe.data.contamination == "remove" else None
-    return check.look if check else None
 
 
 def _from_elsewhere(recipe: Recipe) -> bool:
     return recipe.data.prompts is None or recipe.data.conversations is not None
 
 
-# The script.
-
-
 def main(command: Command) -> None:
+    """Behind data_gen/contamination.py."""
     recipe, rejects = command.recipe, Rejects()
-    prompts, files = as_list(recipe.data.prompts), [recipe.conversations_path] if _from_elsewhere(recipe) else []
+    prompts, files = as_list(recipe.data.prompts), [str(recipe.conversations_path)] * _from_elsewhere(recipe)
     if files:
         require_files(made_by("regenerate", recipe))
     if command.plan:
         plan = PlanLines()
-        plan.line("reads", ", ".join([*prompts, *map(str, files)]))
+        plan.line("reads", ", ".join([*prompts, *files]))
         plan.line("compares with", ", ".join(as_list(recipe.eval.prompts)))
         plan.writes(recipe.contamination_path)
         return
     check = Check(recipe, remove=False)
     asked = read_training_prompts(recipe.data, rejects, recipe.data.max_prompts) if prompts else ()
-    stored = (conversation for file in files for conversation in _stored(file, rejects))
+    stored = read_conversations(files, rejects) if files else ()
     for conversation in Bar(chain(asked, stored), desc="contamination", unit="conversation", leave=False):
         check.look(conversation)
-    print(f"compared: {', '.join(f'{count:,} conversations of {name}' for name, count in check.checked.items())}")
     check.report()
     print(rejects.summary())
-
-
-def _stored(file: Path, rejects: Rejects) -> Iterator[Conversation]:
-    for line, record in records(str(file), rejects):
-        try:
-            yield stored_conversation(record, file, line)
-        except ValueError as error:
-            rejects.add(str(file), line, str(error), record)

@@ -22,15 +22,14 @@ template writes behind it (a line break) does not.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.training_rows.overlap import LeaveOut, left_out_of_training
+from draftsmith.data_gen.training_rows.overlap import training_check
 from draftsmith.models.chat import (
     FINGERPRINT_COVERS,
     RenderError,
@@ -92,13 +91,14 @@ def usable_rows(recipe: Recipe, files: TargetFiles, rejects: Rejects) -> list[Tr
     Raises UserError if there are no usable conversations.
     """
     require_files(made_by("regenerate", recipe))
-    leave_out = left_out_of_training(recipe)
+    # What `list` finds, rank_vocab has reported.
+    check = training_check(recipe) if recipe.data.contamination == "remove" else None
     if rank() == 0 and (note := bounded_rows(recipe, files)):
         print(note)
-    rows = training_rows(recipe.conversations_path, files.tokenizer, longest_row(recipe, files), rejects, leave_out)
+    leave_out, longest = check.look if check else None, longest_row(recipe, files)
+    rows = training_rows(recipe.conversations_path, files.tokenizer, longest, rejects, leave_out)
     # Every picture is opened, for its size and content, which may take a while.
-    rows = Bar(rows, desc="reading", unit="row", leave=False, disable=rank() > 0)
-    return [row for row in rows if is_usable(row)]
+    return [row for row in Bar(rows, desc="reading", unit="row", leave=False, disable=rank() > 0) if is_usable(row)]
 
 
 def is_usable(row: TrainingRow) -> bool:
@@ -111,18 +111,17 @@ def training_rows(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     rejects: Rejects,
-    leave_out: LeaveOut | None = None,
+    leave_out: Callable[[Conversation], str | None] | None = None,
 ) -> Iterator[TrainingRow]:
     """The rows of a conversations file, in its order.
 
     Raises UserError for a missing file, another tokenizer's tokens, or a file without a usable row.
 
     Args:
-        path: regenerated conversations, or conversations with their own answers in any format of `recipes.prompts`. A
-            file may mix both.
-        max_length: longer rows are left out.
-        rejects: receives the conversations and rows that are left out.
-        leave_out: for example the contamination check; called for every readable conversation.
+        path: regenerated conversations, or conversations with their own answers in any format of `recipes.prompts`, or
+            both.
+        max_length: longer rows go to `rejects`.
+        leave_out: called for every readable conversation; gives the reason to leave it out.
     """
     path = Path(path)
     require_files(("data.conversations", path, "regenerate"))
@@ -163,16 +162,6 @@ def rows_of(conversation_id: str, turns: Sequence[Turn]) -> Iterator[TrainingRow
         remarks += [remark] if remark else []
     if spans:
         yield TrainingRow(conversation_id, list(row), spans, row.inserts, tuple(remarks))
-
-
-def spans_of(mask: Sequence[bool]) -> list[Span]:
-    """The runs of True, half-open."""
-    spans, end = [], 0
-    for marked, run in groupby(mask):
-        start, end = end, end + len(list(run))
-        if marked:
-            spans.append((start, end))
-    return spans
 
 
 def _check_fingerprint(record: dict[str, Any], fingerprint: str, path: Path, line: int) -> None:
@@ -229,15 +218,12 @@ def turns_of_messages(
     turns = []
     for number, i in enumerate(answers, start=1):
         text, start, end, remark = _answer(tokenizer, messages[: i + 1], tools, number)
-        following = messages[i + 1]["role"] if i + 1 < len(messages) else None
-        output = _with_stop(tokenizer, text, start, end, following or _next_role(messages[i]), number)
+        following = "tool" if messages[i].get("tool_calls") else "user"
+        if i + 1 < len(messages):
+            following = messages[i + 1]["role"]
+        output = _with_stop(tokenizer, text, start, end, following, number)
         turns.append(Turn(text.until(start), output, remark))
     return turns
-
-
-def _next_role(message: dict[str, Any]) -> str:
-    """Whose message follows the last answer."""
-    return "tool" if message.get("tool_calls") else "user"
 
 
 def _answer(
@@ -252,8 +238,10 @@ def _answer(
             raise
         prompt = Prompt(())  # of a greeting, which nobody asks for
     ids, mask = render_marked(tokenizer, messages, tools) if tagged else (render(tokenizer, messages, tools), [])
-    at = len(prompt) if ids.begins_with(prompt) else _common(prompt, ids)
-    if at < len(prompt) and _opens_thought(tokenizer, prompt):
+    at = len(prompt)  # tokens that the prompt brings
+    if not ids.begins_with(prompt):
+        at = next((i for i, (x, y) in enumerate(zip(prompt, ids, strict=False)) if x != y), min(len(prompt), len(ids)))
+    if at < len(prompt) and str(tokenizer.decode(prompt[-8:])).rstrip().endswith("<think>"):
         written = _with_thought(tokenizer, messages[-1], ids, number)
         return prompt.then(written), len(prompt), len(prompt) + len(written), ""
     if tagged:
@@ -272,22 +260,19 @@ def _answer(
 def _marked(mask: Sequence[bool], at: int, number: int, whole: bool) -> tuple[int, int, str]:
     """(start, end, remark) of the tokens that generation tags mark behind the first `at` tokens, which the prompt
     brings; `whole`: the prompt has no other tokens."""
-    spans = spans_of(mask[at:])
-    if not spans:
+    starts = [i for i in range(at, len(mask)) if mask[i] and (i == at or not mask[i - 1])]
+    if not starts:
         raise ValueError(f"empty mask: the template marks no token of assistant turn {number}")
-    # A tokenizer that cannot map characters to tokens also ends here.
-    if len(spans) > 1:
-        raise ValueError(f"mask and turns differ: the template marks {len(spans)} spans in assistant turn {number}")
-    start, end = (at + place for place in spans[0])
+    if len(starts) > 1:  # or the tokenizer cannot map characters to tokens
+        raise ValueError(f"mask and turns differ: the template marks {len(starts)} spans in assistant turn {number}")
+    start, remark = starts[0], ""
     if not whole:
-        return start, end, "the template writes another header before an answer than in the generation prompt"
-    if start > at:
-        return start, end, "generation tags leave out tokens between the generation prompt and the answer"
-    return start, end, "generation tags also mark what the generation prompt brings" if at and mask[at - 1] else ""
-
-
-def _opens_thought(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> bool:
-    return str(tokenizer.decode(prompt[-8:])).rstrip().endswith("<think>")
+        remark = "the template writes another header before an answer than in the generation prompt"
+    elif start > at:
+        remark = "generation tags leave out tokens between the generation prompt and the answer"
+    elif at and mask[at - 1]:
+        remark = "generation tags also mark what the generation prompt brings"
+    return start, start + sum(mask[at:]), remark
 
 
 def _with_thought(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any], ids: Prompt, number: int) -> list[int]:
@@ -307,11 +292,6 @@ def _with_thought(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any], i
     # The template's end of a turn.
     last = next((token for token in reversed(list(ids)) if not is_blank(tokenizer, [token])), None)
     return [*written, last] if last in _special_tokens(tokenizer) else written
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _with_stop(

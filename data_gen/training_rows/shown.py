@@ -48,8 +48,8 @@ def main(command: Command) -> None:
 def marked(tokenizer: PreTrainedTokenizerBase, row: TrainingRow, colour: bool | None = None) -> str:
     """The row's text, supervised tokens green on a terminal, in [[double brackets]] elsewhere."""
     before, after = ("\x1b[32m", "\x1b[0m") if (sys.stdout.isatty() if colour is None else colour) else ("[[", "]]")
-    pieces, at = [], 0
+    text, at = "", 0
     for start, end in row.spans:
-        pieces += [tokenizer.decode(row.input_ids[at:start]), before, tokenizer.decode(row.input_ids[start:end]), after]
+        text += f"{tokenizer.decode(row.input_ids[at:start])}{before}{tokenizer.decode(row.input_ids[start:end])}{after}"
         at = end
-    return "".join(map(str, [*pieces, tokenizer.decode(row.input_ids[at:])]))
+    return text + str(tokenizer.decode(row.input_ids[at:]))
