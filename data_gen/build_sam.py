@@ -6,10 +6,9 @@
     python eval/acceptance.py recipes/demo.yaml eval.router='{static: runs/demo/sam.safetensors}'
 
 Reads the files and datasets that data.ranking reads (docs/prompts-and-answers.md), and the answers that `regenerate`
-wrote. It takes their token ids as they are; in other conversations, the chat template renders the assistant turns.
-Documents are split after stop tokens, and duplicates count once. Writes <output_dir>/sam.safetensors (`models.sam`)
-atomically: after a kill, the same command starts again. Contenders name the file in sam.static or router.static
-(docs/decoding.md).
+wrote, as their token ids; in other conversations, the chat template renders the assistant turns. Documents are split
+after stop tokens, and duplicates count once. Writes <output_dir>/sam.safetensors (`models.sam`); a stopped run starts
+again. Contenders name the file in sam.static or router.static (docs/decoding.md).
 """
 
 from draftsmith.recipes.command.cli import parse_command, run

@@ -7,13 +7,11 @@
     torchrun --nproc_per_node 8 data_gen/capture.py recipes/demo.yaml     # the same store, by eight GPUs
     accelerate launch train/eagle3.py recipes/demo.yaml data.states=runs/demo/states
 
-Writes the states that the recipe's drafter reads to <data.states>, by default <output_dir>/states. Those that
-data_gen/regenerate.py has stored with the answers are not computed again. Training and
-validation rows are both captured, so their split may change later. When a stopped run is started again, it writes the
-missing shards. Other rows, another target, other layers or another dtype need another folder (docs/training.md).
+Writes the states that the recipe's drafter reads to <data.states>, by default <output_dir>/states, for training and
+validation rows alike. Those that data_gen/regenerate.py has stored with the answers are not computed again. A stopped
+run resumes where it was. Other rows, another target, other layers or another dtype need another folder
+(docs/training.md).
 """
-
-from argparse import ArgumentParser
 
 from draftsmith.recipes.command.cli import parse_command, run
 from draftsmith.recipes.command.inputs import made_by, require_files
@@ -23,18 +21,15 @@ from draftsmith.recipes.command.launch import check_all_started, first_one_repor
 def main() -> None:
     check_all_started()
     with first_one_reports():
-        command = parse_command(__doc__, extra=_options)
+        said = "check the sha256 of every written file and rewrite damaged ones"
+        command = parse_command(
+            __doc__, extra=lambda parser: parser.add_argument("--verify", action="store_true", help=said)
+        )
         if not command.plan or command.recipe.data.prompts is None:  # else regeneration may write them later
             require_files(made_by("regenerate", command.recipe))
         from draftsmith.data_gen.states import capturing
 
         capturing.main(command)
-
-
-def _options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--verify", action="store_true", help="check the sha256 of every written file and rewrite damaged ones"
-    )
 
 
 if __name__ == "__main__":

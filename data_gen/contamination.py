@@ -7,11 +7,11 @@
 Compares data.prompts (and data.conversations, if the recipe names it) with eval.prompts and writes
 <output_dir>/contamination.jsonl: one line for each match, with the beginnings of both texts.
 `data_gen/training_rows/overlap.py` says when two user turns count as the same question. data_gen/regenerate.py runs
-the same check before it asks anything. With data.contamination: remove, matches are left out there, in
-data_gen/rank_vocab.py and in training.
+the same check first. With data.contamination: remove, matches are left out there, in data_gen/rank_vocab.py and in
+training.
 
-eval.max_prompts does not limit the comparison, which reads up to 10,000 conversations of each source (MOST). A source
-that cannot be read is named and skipped; with data.contamination: remove, it is an error.
+eval.max_prompts does not limit the comparison, which reads up to 10,000 conversations of each source. A source that
+cannot be read is named and skipped; with data.contamination: remove, it is an error.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run

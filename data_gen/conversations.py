@@ -6,23 +6,22 @@
 Reads data.conversations (default: <output_dir>/conversations.jsonl) and writes nothing.
 """
 
-from argparse import ArgumentParser
-
 from draftsmith.recipes.command.cli import parse_command, run
 from draftsmith.recipes.command.inputs import made_by, require_files
 
 
 def main() -> None:
-    command = parse_command(__doc__, extra=_options, writes=False)
+    said = "print N rows, supervised tokens marked"
+    command = parse_command(
+        __doc__,
+        extra=lambda parser: parser.add_argument("--show", type=int, default=3, metavar="N", help=said),
+        writes=False,
+    )
     if not command.plan:
         require_files(made_by("regenerate", command.recipe))
     from draftsmith.data_gen.training_rows import shown as shown_rows
 
     shown_rows.main(command)
-
-
-def _options(parser: ArgumentParser) -> None:
-    parser.add_argument("--show", type=int, default=3, metavar="N", help="print N rows, supervised tokens marked")
 
 
 if __name__ == "__main__":

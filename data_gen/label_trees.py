@@ -6,32 +6,25 @@
 
 Replays recorded answers: the target reads each once, and a tree is drafted at every root that decoding with these trees
 would reach. Each node that the beam search proposes becomes a row: 10 + 10 * 100 for a tree with labels.top_k 10 and 11
-calls (arXiv 2502.13652, section 4.1). A row holds P, H and d as in decoding (`models.c2t.node_features`), and whether
-the node lies on the path that the target accepts. Rows with a NaN among the features are left out (as in the paper), as
-are rows below the last token of an answer, because the target's next tokens are not recorded. Both are counted.
+calls (arXiv 2502.13652, section 4.1). A row holds P, H and d (`models.c2t.node_features`), and whether the node lies on
+the path that the target accepts. Rows with a NaN among the features are left out (as in the paper), as are rows below
+the last token of an answer, whose next tokens are not recorded. Both are counted.
 
-Answers are shuffled by a hash of their ids, so labels.max_rows takes a fair sample. Writes <labels.out> at the end, in
-one piece: labelling takes minutes, and a stopped run starts over.
+Answers are shuffled by a hash of their ids, so labels.max_rows takes a fair sample. Writes <labels.out> at the end; a
+stopped run starts over.
 """
-
-from argparse import ArgumentParser
 
 from draftsmith.recipes.command.cli import parse_command, run
 from draftsmith.recipes.command.stages import print_next
 
 
 def main() -> None:
-    command = parse_command(__doc__, extra=_options)
+    said = "who drafts the trees: a name under eval.also; default: eval.drafter"
+    command = parse_command(__doc__, extra=lambda parser: parser.add_argument("--contender", metavar="NAME", help=said))
     from draftsmith.data_gen.c2t_labels import labelling
 
     labelling.main(command)
     print_next(command, "label-trees")
-
-
-def _options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--contender", metavar="NAME", help="who drafts the trees: a name under eval.also; default: eval.drafter"
-    )
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ With data.states, a target in this process also stores the hidden states that tr
   Such answers are sampled, unless the recipe says otherwise.
 - Every user turn gets one answer. The source's own answers are dropped. An assistant turn that calls tools is kept with
   the results that follow it, and the answer comes after them.
-- An answer that is cut (finish_reason `length`) is kept and ends its conversation, because the target never ended that
-  turn. A next prompt that does not fit data.max_length ends it, too. The line then holds the number of unasked user
-  turns in `unasked_turns` and the reason in `unasked_reason`.
+- An answer that is cut (finish_reason `length`) ends its conversation, and so does a next prompt that does not fit
+  data.max_length. The line then says how many user turns were not asked (`unasked_turns`), and why (`unasked_reason`).
 """
 
 import sys

@@ -10,9 +10,9 @@ Reads data.reprompt.sources (docs/pictures.md lists the formats) and writes <out
 captions are short, and drafters for vision-language targets need long answers (ViSpec, Kang et al. 2025, arXiv
 2509.15235, "Data synthesis").
 
-A prompt names its picture by path and sha256; the picture stays where it is. This command decodes every picture once.
-Pictures that cannot be used, and placeholders without a picture, go to prompts.rejects.jsonl with the reason. The same
-recipe and pictures give the same file; a stopped run leaves the previous file as it was.
+A prompt names its picture by path and sha256; the picture stays where it is. Every picture is decoded once. Those that
+cannot be used, and placeholders without a picture, go to prompts.rejects.jsonl with the reason. The same recipe and
+pictures give the same file; a stopped run leaves the previous file as it was.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run

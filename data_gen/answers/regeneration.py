@@ -391,7 +391,7 @@ def print_regeneration_plan(
     if (states := wanted_states(recipe, files)) is not None:
         size = gigabytes(count * states.bytes_of(settings.max_length, settings.max_length))
         free = gigabytes(free_bytes(recipe.states_dir))
-        text = f"{list(states.layers)}{' and the last' * states.shape.has_last}, in {recipe.data.capture.dtype}: "
+        text = f"{list(states.layers)}{' and the last' * states.has_last}, in {recipe.data.capture.dtype}: "
         text += f"at most {size} in {recipe.states_dir}, a row of {settings.max_length:,} tokens each; {free} are free"
         plan.line("states", text)
         with collecting_problems(plan.problems):

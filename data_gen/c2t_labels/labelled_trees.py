@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
 
-ROW_BYTES = 3 * 4 + 1
 TENSORS = ("features", "accepted", "sizes")
 ABOUT = "labelled_trees"  # key of the metadata
 
@@ -38,14 +37,10 @@ class Trees:
 
     def chosen(self, trees: torch.Tensor) -> "Trees":
         """The trees with these numbers [n], in this order."""
-        sizes = self.sizes.tolist()
-        features, accepted = self.features.split(sizes), self.accepted.split(sizes)
-        return Trees(
-            torch.cat([self.features[:0], *(features[tree] for tree in trees.tolist())]),
-            torch.cat([self.accepted[:0], *(accepted[tree] for tree in trees.tolist())]),
-            self.sizes[trees],
-            self.about,
-        )
+        ends = self.sizes.cumsum(0)
+        rows = [torch.arange(ends[tree] - self.sizes[tree], ends[tree]) for tree in trees]
+        chosen = torch.cat([torch.arange(0), *rows])
+        return Trees(self.features[chosen], self.accepted[chosen], self.sizes[trees], self.about)
 
     def write(self, path: Path) -> None:
         with atomic_path(path) as partial:
@@ -53,7 +48,7 @@ class Trees:
 
     @staticmethod
     def read(path: Path) -> "Trees":
-        """Raises UserError if there is no such file, or if it is cut short or of another kind."""
+        """Raises UserError for a file that is missing, cut short or of another kind."""
         try:
             with safe_open(path, framework="pt") as file:
                 features, accepted, sizes = map(file.get_tensor, TENSORS)

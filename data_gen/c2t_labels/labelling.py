@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from draftsmith.data_gen.c2t_labels.labelled_trees import ROW_BYTES, Trees
+from draftsmith.data_gen.c2t_labels.labelled_trees import Trees
 from draftsmith.eval.decoding.contenders import (
     Contender,
     check_contenders,
@@ -35,7 +35,6 @@ from draftsmith.eval.replay.answers import (
 )
 from draftsmith.eval.replay.replay import NO_TOKEN, Agreement, RecordedVerifier, read_states
 from draftsmith.models.c2t import node_features
-from draftsmith.models.costs import gigabytes
 from draftsmith.models.draft_tree import Drafting, DraftTree
 from draftsmith.models.formats.named_drafters import with_measured_drafters
 from draftsmith.models.loaded_models import LoadedModels
@@ -74,9 +73,6 @@ def main(command: Command) -> None:
         plan.line("drafted by", f"{contender.model}, {section.nodes:,} nodes a tree")
         plan.line("answers", f"{len(answers):,} recorded in {recording.path}, {tokens:,} tokens", "counted")
         plan.line("rows", f"at most {most:,}; divided by tau if a round takes tau tokens", "exact")
-        plan.line(
-            "memory", f"{gigabytes(2 * most * ROW_BYTES)} at most for the rows; labels.max_rows bounds them", "exact"
-        )
         plan.writes(path)
         return
     with alone_in(path.parent), errors_naming("labels.answers"):
@@ -92,18 +88,13 @@ def main(command: Command) -> None:
     )
 
 
-# Input.
-
-
 def labelled_contender(recipe: Recipe, files: TargetFiles, name: str | None = None) -> Contender:
     """The contender that drafts, with labels.draft_calls, labels.top_k, and its own vocabulary cut.
 
     Args:
         name: of one under eval.also; None: the recipe's own.
 
-    Raises:
-        UserError: an unknown name, or a drafter without distributions; trees deeper than the target's context;
-            labels.out cannot be written. It lists all problems.
+    Raises UserError with all problems: of its name, drafter and trees, and of labels.out.
     """
     section, positions, problems = recipe.labels, files.positions, list[str]()
     contenders = {contender.name: contender for contender in contenders_of(recipe)}
@@ -137,14 +128,11 @@ def answers_to_label(recipe: Recipe, files: TargetFiles) -> tuple[Recording, lis
     recording.note = note
     check_answers_before_loading(recording, files)
     answers = with_their_pictures(recording.of(PLAIN, PLAIN), files.tokenizer)
-    return recording, sorted(with_rounds(answers, path, "labels.answers"), key=_rank)
 
+    def place(answer: RecordedAnswer) -> bytes:
+        return hashlib.sha256(json.dumps(["labels", *answer.key]).encode()).digest()
 
-def _rank(answer: RecordedAnswer) -> bytes:
-    return hashlib.sha256(json.dumps(["labels", *answer.key]).encode()).digest()
-
-
-# Labelling.
+    return recording, sorted(with_rounds(answers, path, "labels.answers"), key=place)
 
 
 @dataclass
@@ -155,10 +143,6 @@ class Labelled:
     accepted: list[torch.Tensor] = field(default_factory=list)  # [rows] bool of each tree
     dropped_nan: int = 0
     dropped_beyond: int = 0
-
-    @property
-    def rows(self) -> int:
-        return sum(map(len, self.accepted))
 
 
 class LabellingVerifier(RecordedVerifier):
@@ -174,8 +158,7 @@ class LabellingVerifier(RecordedVerifier):
         self.watched.append(node_features(values_BbK, log_probs, depth).flatten(1, 2))
 
     def accept(self, tree: DraftTree) -> Verified:
-        # All of this is of the M drafted nodes, in the tree's order: level by level. The tree lacks the deepest nodes
-        # near the target's last position.
+        # Of the M drafted nodes, level by level. The tree lacks the deepest near the target's last position.
         features_BM3 = torch.cat(self.watched, dim=1)[:, : tree.nodes - 1]
         levels = [torch.full((each.shape[1],), depth) for depth, each in enumerate(self.watched)]
         ahead_M = torch.cat(levels)[: tree.nodes - 1].to(self.device)
@@ -235,8 +218,7 @@ def label_all(
 ) -> Trees:
     """The trees along all answers, or along the first that together have labels.max_rows rows.
 
-    Raises:
-        UserError: the answers are another target's, or the drafter's distributions are NaN.
+    Raises UserError if the answers are another target's, or if the drafter's distributions are NaN.
     """
     target, agreement, drafting = models.target, Agreement.of(models.target), loaded_drafting(models, contender)
     found: list[Labelled] = []
@@ -249,7 +231,7 @@ def label_all(
             for answer in label(drafting, batch, states, target, section):
                 if rows < most:
                     found.append(answer)
-                    rows += answer.rows
+                    rows += sum(map(len, answer.accepted))
             if not rows:
                 raise UserError(
                     f"{contender.model}: all nodes drafted along {len(found)} answers have NaN among P and H, so there "

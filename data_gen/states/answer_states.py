@@ -10,39 +10,130 @@ from contextlib import contextmanager
 import torch
 from safetensors import SafetensorError
 
-from draftsmith.data_gen.states.manifest import StoreManifest, make_folder
-from draftsmith.data_gen.states.recording import RecordingSession
-from draftsmith.data_gen.states.store import Encoded, RowShape, states_length
-from draftsmith.data_gen.states.store_plan import WantedStates, store_summary
+from draftsmith.data_gen.states.manifest import StoreManifest
+from draftsmith.data_gen.states.store import WRITTEN, Encoded, Encoding, WrittenRows
+from draftsmith.data_gen.states.store_plan import WantedStates
 from draftsmith.data_gen.states.stored_target import save_target, target_is_whole
-from draftsmith.data_gen.states.written import FOLDER, WrittenRows
-from draftsmith.data_gen.training_rows.rows import TrainingRow, Turn, is_usable, rows_of
+from draftsmith.data_gen.training_rows.rows import Turn, is_usable, rows_of
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_session import TargetSession
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import output_problem
 from draftsmith.recipes.schema import Recipe
+
+ROUNDS = 64  # kept on the device, at most
+
+
+class RecordingSession(TargetSession):
+    """A session whose caller gets the states of `capture`. Those of `recorded` are kept, encoded, in the host's memory,
+    until they are taken.
+
+        prefill    states of the prompts           kept at once
+        round      states of the committed path    gathered on the device; encoded and moved when a row ends or begins
+
+    Shapes: B rows, n tokens, U captured layers of width H, R recorded ones.
+    """
+
+    def __init__(self, target: Target, capture: Sequence[int], recorded: Sequence[int], encoding: Encoding):
+        super().__init__(target, sorted({*capture, *recorded}))
+        self._asked, self._recorded, self._encoding = tuple(capture), tuple(recorded), encoding
+        self._rows: list[list[Encoded]] = []
+        self._untaken: dict[int, list[Encoded]] = {}  # rows by the id of their prompt, which its caller keeps
+        self._appended: torch.Tensor | None = None  # [B, n, U H] of the last forward
+        self._rounds: list[tuple[torch.Tensor, list[int]]] = []  # committed, not yet in rows: states, counts
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], room: int = 256, at_once: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self._settle()
+        logits_BV, states = super().prefill(prompts, room, at_once)
+        assert states is not None
+        for prompt, states_nF in zip(prompts, states, strict=True):
+            row = self._untaken[id(prompt)] = [self._encoded(states_nF[: len(prompt)])]
+            self._rows.append(row)
+        return logits_BV, self._for_caller(states)
+
+    def append(
+        self, tokens_Bn: torch.Tensor, depths_BS: torch.Tensor, visible_BnS: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        last, self._appended = super().append(tokens_Bn, depths_BS, visible_BnS)
+        assert self._appended is not None
+        return last, self._for_caller(self._appended)
+
+    def commit(self, counts: Sequence[int], path_BA: torch.Tensor | None = None) -> None:
+        super().commit(counts, path_BA)
+        states, most = self._appended, max(counts)
+        assert states is not None
+        if path_BA is not None:
+            states = states[torch.arange(len(states), device=states.device)[:, None], path_BA[:, :most]]
+        self._rounds.append((states[:, :most], list(counts)))
+        self._appended = None
+        if len(self._rounds) >= ROUNDS:
+            self._settle()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._settle()
+        super().keep(rows)
+        self._rows = [self._rows[row] for row in rows]
+
+    def take(self, prompt: Sequence[int]) -> Encoded:
+        """The states [n, R, H] of a row's committed tokens, by the object that `prefill` was given. They are forgotten
+        here."""
+        self._settle()
+        row = self._untaken.pop(id(prompt))
+        values, scales = zip(*row, strict=True)
+        row.clear()
+        return torch.cat(values), None if scales[0] is None else torch.cat(scales)
+
+    def _settle(self) -> None:
+        """Moves the rounds into their rows."""
+        if not self._rounds:
+            return
+        values, scales = self._encoded(torch.cat([states for states, _ in self._rounds], dim=1))
+        ends = torch.tensor([states.shape[1] for states, _ in self._rounds]).cumsum(0).tolist()
+        for b, row in enumerate(self._rows):
+            own = [
+                column
+                for end, (states, counts) in zip(ends, self._rounds, strict=True)
+                for column in range(end - states.shape[1], end - states.shape[1] + counts[b])
+            ]
+            row.append((values[b, own], None if scales is None else scales[b, own]))
+        self._rounds.clear()
+
+    def _encoded(self, states: torch.Tensor) -> Encoded:
+        values, scales = self._encoding.encode(self._layers(states, self._recorded))
+        return values.cpu(), None if scales is None else scales.cpu()
+
+    def _for_caller(self, states: torch.Tensor) -> torch.Tensor | None:
+        return self._layers(states, self._asked).flatten(-2) if self._asked else None
+
+    def _layers(self, states: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+        """[..., len(layers), H]"""
+        each = states.unflatten(-1, (len(self.capture), -1))
+        if tuple(layers) == self.capture:
+            return each
+        return each.index_select(-2, torch.tensor([self.capture.index(layer) for layer in layers], device=each.device))
 
 
 class AnswerStates:
     """The states of answers under way.
 
     Args:
-        layers: that the store captures.
         num_layers: of the target; its last state has this number.
     """
 
-    def __init__(self, written: WrittenRows, shape: RowShape, layers: Sequence[int], num_layers: int):
-        self.written, self.shape = written, shape
-        self.recorded = (*layers, num_layers) if shape.has_last else tuple(layers)
+    def __init__(self, written: WrittenRows, wanted: WantedStates, num_layers: int):
+        self.written, self.wanted = written, wanted
+        self.recorded = (*wanted.layers, num_layers) if wanted.has_last else wanted.layers
         # By conversation, its turns. A turn that the next one continues needs no states: the next one has them, too.
         self._turns: dict[str, list[tuple[Turn, Encoded | None]]] = {}
 
     def session(self, target: Target, capture: Sequence[int]) -> RecordingSession:
         """A session whose rows `take` is given. Its caller gets the states of the layers `capture`."""
-        return RecordingSession(target, capture, self.recorded, self.shape.encoding)
+        return RecordingSession(target, capture, self.recorded, self.wanted.encoding)
 
     def take(self, key: tuple[str, int], prompt: Sequence[int], output: list[int], states: Encoded) -> None:
         """Keeps the states of a turn: of its prompt and its answer, at least up to the answer's last token but one.
@@ -61,17 +152,7 @@ class AnswerStates:
         rows = rows_of(conversation_id, [turn for turn, _ in turns])
         for row, states in zip(rows, [each for _, each in turns if each is not None], strict=True):
             if is_usable(row):
-                self.written.add(row, self._tensors(row, states))
-
-    def _tensors(self, row: TrainingRow, states: Encoded) -> dict[str, torch.Tensor]:
-        """A row's states by their names in a shard."""
-        tensors, shape = dict[str, torch.Tensor](), self.shape
-        for name, part in zip(("", "_scale"), states, strict=True):
-            if part is not None:
-                tensors[f"captured{name}"] = shape.stored(row, part[: states_length(row), : shape.states])
-                if shape.has_last:
-                    tensors[f"last{name}"] = shape.taught(row, part[:, shape.states])
-        return tensors
+                self.written.add(row, self.wanted.parts(row, states))
 
 
 def wanted_states(recipe: Recipe, files: TargetFiles) -> WantedStates | None:
@@ -87,11 +168,11 @@ def wanted_states(recipe: Recipe, files: TargetFiles) -> WantedStates | None:
     asked = WantedStates.of(recipe, files)
     if (store := StoreManifest.read(directory)) is not None:
         print(
-            f"note: {directory} holds a store already ({store_summary(store)}); the states of further answers are not "
+            f"note: {directory} holds a store already ({store.summary()}); the states of further answers are not "
             "added. To store them, delete that folder or name another data.states"
         )
         return None
-    if (written := StoreManifest.read(directory / FOLDER)) is not None:
+    if (written := StoreManifest.read(directory / WRITTEN)) is not None:
         written.refuse_if_other(asked.made_of, directory)
     return asked
 
@@ -102,16 +183,15 @@ def storing(recipe: Recipe, asked: WantedStates, files: TargetFiles, target: Tar
 
     Raises UserError if it cannot be written, if another run is writing there, or if it holds rows of other states.
     """
-    directory, made_of = recipe.states_dir, asked.made_with(files, target)
-    make_folder(directory)
+    directory = recipe.states_dir
+    made_of = asked.made_of | {"target": asked.target_identity(files, target)}
     with alone_in(directory):
         written = WrittenRows(directory)
         if written.manifest is not None:
             written.manifest.refuse_if_other(made_of, directory)
         if written.manifest is None or not target_is_whole(directory, written.manifest, verify=False):
             try:
-                saved = save_target(files, target, directory)
-                StoreManifest(made_of | {"rows": "of answers being written"}, 0, saved).write(written.folder)
+                StoreManifest(made_of, 0, save_target(files, target, directory)).write(written.folder)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{directory}: cannot be written ({first_line(error)}): make room") from error
-        yield AnswerStates(written, asked.shape, asked.layers, target.num_layers)
+        yield AnswerStates(written, asked, target.num_layers)

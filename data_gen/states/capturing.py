@@ -7,7 +7,7 @@ finds the store complete says so.
 
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -15,34 +15,41 @@ from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
-from draftsmith.data_gen.states.manifest import StoreManifest, make_folder
-from draftsmith.data_gen.states.store import ShardBuffer, states_length
-from draftsmith.data_gen.states.store_plan import (
-    StorePlan,
-    check_room,
-    is_own,
-    missing_shards,
-    needs_target,
-    plan_before_regeneration,
-    plan_capture,
-    plan_store,
-    rows_to_make,
-    rows_written,
-    store_so_far,
-    store_summary,
-    stored_identity,
+from draftsmith.data_gen.states.manifest import StoreManifest, file_problem
+from draftsmith.data_gen.states.store import (
+    WRITTEN,
+    WrittenRows,
+    key_of,
+    length_of,
+    rows_identity,
+    states_length,
+    stored_tokens,
+    taught_tokens,
 )
-from draftsmith.data_gen.states.stored_pictures import PICTURES, save_pictures
-from draftsmith.data_gen.states.stored_target import save_target
-from draftsmith.data_gen.states.written import FOLDER, WrittenRows
+from draftsmith.data_gen.states.store_plan import Shard, WantedStates
+from draftsmith.data_gen.states.stored_target import (
+    PICTURES,
+    TARGET,
+    drop_damaged,
+    head_bytes,
+    inserts_of,
+    picture_bytes,
+    save_pictures,
+    save_target,
+    target_is_whole,
+)
+from draftsmith.data_gen.training_rows.rows import TrainingRow, usable_rows
+from draftsmith.models.context_limits import bounded_rows, longest_row
+from draftsmith.models.costs import free_bytes, gigabytes
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import batches_by_length
 from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.launch import local_rank, rank, world_size
-from draftsmith.recipes.command.plan import PlanLines
+from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import clear_partial_files
@@ -62,32 +69,25 @@ def main(command: Command) -> None:
     if command.plan and not leads:
         return
     if not recipe.conversations_path.exists():  # planned before regeneration
-        with PlanLines() as plan:
-            plan_before_regeneration(plan, recipe, files)
+        plan_before_regeneration(recipe, files)
         return
     rejects = Rejects(recipe.training_rejects_path if leads and not command.plan else None)
-    wanted = plan_store(recipe, files, rejects)
-    existed = directory.exists()
-    with ExitStack() as held:
-        if leads and existed and not command.plan:
-            held.enter_context(alone_in(directory))
-        manifest, written = store_so_far(directory, wanted, command.verify), rows_written(directory, wanted)
+    with alone_in(directory) if leads and not command.plan else nullcontext():
+        capture = Capture(recipe, files, rejects, command.verify)
         if leads:
             if rejects.total:
                 print(rejects.summary())
             with PlanLines() as plan:
-                plan_capture(plan, wanted, manifest, directory, written)
-                check_room(wanted, manifest, directory, written)
+                capture.print_plan(plan)
+                capture.check_room()
         else:
             logging.disable_progress_bar()  # transformers': rank 0 shows its own
         if command.plan:
             return
-        make_folder(directory)
-        if leads and not existed:
-            held.enter_context(alone_in(directory))
+        directory.mkdir(parents=True, exist_ok=True)
         if world_size() == 1:  # else another process may be writing
             clear_leftovers(directory)
-        capture(wanted, directory, manifest, written)
+        capture.run()
 
 
 def complete(recipe: Recipe, target: Target | None = None) -> None:
@@ -97,129 +97,232 @@ def complete(recipe: Recipe, target: Target | None = None) -> None:
         target: reads the rows' pictures; None: only a store without pictures is made.
     """
     directory = recipe.states_dir
-    if recipe.data.states is None or not (directory / FOLDER).exists():
+    if recipe.data.states is None or not (directory / WRITTEN).exists():
         return
     with alone_in(directory):
         store = StoreManifest.read(directory)
         if store is not None and store.complete:  # a kill left the folder
-            shutil.rmtree(directory / FOLDER)
+            shutil.rmtree(directory / WRITTEN)
             return
-        if not any((directory / FOLDER).glob("*.safetensors")):
+        if not any((directory / WRITTEN).glob("*.safetensors")):
             return
-        wanted = plan_store(recipe, TargetFiles(recipe.target), Rejects())
-        manifest, written = store_so_far(directory, wanted, verify=False), rows_written(directory, wanted)
-        left = [row for row in rows_to_make(wanted, manifest) if written is None or row not in written]
+        capture = Capture(recipe, TargetFiles(recipe.target), Rejects())
         clear_leftovers(directory)
-        if left or (target is None and needs_target(wanted, manifest, directory, written)):
+        left = [row for row in capture.rows_to_make if row not in capture.written]
+        if left or (target is None and capture.needs_target):
+            total = len(capture.rows)
             print(
-                f"{directory}: the states of {len(wanted.rows) - len(left):,} of {len(wanted.rows):,} rows are stored; "
-                "`draftsmith capture` adds the rest"
+                f"{directory}: the states of {total - len(left):,} of {total:,} rows are stored; `draftsmith capture` "
+                "adds the rest"
             )
             return
-        check_room(wanted, manifest, directory, written)
-        capture(wanted, directory, manifest, written, target)
-
-
-# Capturing.
+        capture.check_room()
+        capture.run(target)
 
 
 def clear_leftovers(directory: Path) -> None:
     """Removes files that a kill left half-written or half-deleted."""
     clear_partial_files(directory)
     clear_partial_files(directory / PICTURES)
-    if (directory / "target").exists():  # else `save_target` makes it of these
-        for leftover in (directory / "target.partial", directory / "target.replaced"):
-            shutil.rmtree(leftover, ignore_errors=True)
+    if (directory / TARGET).exists():  # else `save_target` makes it of these
+        for leftover in (f"{TARGET}.partial", f"{TARGET}.replaced"):
+            shutil.rmtree(directory / leftover, ignore_errors=True)
 
 
-def capture(
-    wanted: StorePlan,
-    directory: Path,
-    manifest: StoreManifest,
-    written: WrittenRows | None,
-    target: Target | None = None,
-) -> None:
-    """Makes this process's missing shards; then, if the store is complete, says so.
+class Capture:
+    """The store that a recipe asks for, and what its folder holds of it.
 
-    Raises UserError if the existing shards have another target, or if the disk is full.
+    Attributes:
+        shards: the rows of each shard.
+        made_of: the manifest's, as far as it is known before the target is loaded.
+        manifest: the folder's, without damaged shards; a new one if it has none.
 
-    Args:
-        written: rows for which the target need not run.
-        target: if it is loaded already.
+    Raises UserError if the folder holds other states.
     """
-    missing = [number for number in missing_shards(wanted, manifest) if is_own(number)]
-    if missing or (rank() == 0 and not manifest.files):
-        try:
-            _make_missing(wanted, missing, directory, manifest, written, target)
-        except (OSError, SafetensorError) as error:
-            manifest.look(directory)
+
+    def __init__(self, recipe: Recipe, files: TargetFiles, rejects: Rejects, verify: bool = False):
+        self.recipe, self.files, self.directory = recipe, files, recipe.states_dir
+        self.wanted, settings = WantedStates.of(recipe, files), recipe.data.capture
+        self.shards = self.wanted.shards(usable_rows(recipe, files, rejects), settings.shard_megabytes * 1e6)
+        self.made_of = self.wanted.made_of | {
+            "rows": rows_identity(map(key_of, self.rows)),
+            # These change the last bits of a state, or the shard of a row.
+            "shard_megabytes": settings.shard_megabytes,
+            "batch_tokens": settings.batch_tokens,
+        }
+        self.manifest = self._whole_part(verify)
+        self.written = WrittenRows(self.directory)
+        if self.written.manifest is not None:
+            self.written.manifest.refuse_if_other(self.wanted.made_of, self.directory)
+
+    def _whole_part(self, verify: bool) -> StoreManifest:
+        """`manifest`. Each process verifies the shards that it would make."""
+        manifest = StoreManifest.read(self.directory)
+        if manifest is None:
+            return StoreManifest(self.made_of, len(self.shards))
+        manifest.refuse_if_other(self.made_of, self.directory)
+        for number, entry in list(manifest.shards.items()):
+            own = is_own(number)
+            problems = [file_problem(self.directory / entry["file"], entry, verify and own)]
+            problems += drop_damaged(self.shards[number], self.directory, verify) if own else []
+            for problem in filter(None, problems):
+                if own:
+                    print(f"note: {problem}; captured again")
+                manifest.shards.pop(number, None)
+        if not target_is_whole(self.directory, manifest, verify and rank() == 0):
+            manifest.files = {}
+        return manifest
+
+    @property
+    def rows(self) -> list[TrainingRow]:
+        """Distinct rows."""
+        return [row for shard in self.shards for row in shard]
+
+    @property
+    def missing(self) -> list[int]:
+        """Numbers of shards."""
+        return [number for number in range(len(self.shards)) if number not in self.manifest.shards]
+
+    @property
+    def rows_to_make(self) -> list[TrainingRow]:
+        """Those of missing shards."""
+        return [row for number in self.missing for row in self.shards[number]]
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether files are missing that cannot be made from written rows alone."""
+        rows, written = self.rows_to_make, self.written
+        return (not self.manifest.files or bool(rows)) and (
+            written.manifest is None
+            or not (self.manifest.files or target_is_whole(self.directory, written.manifest, verify=False))
+            or any(row not in written for row in rows)
+            or picture_bytes(rows, self.files, self.directory) > 0
+        )
+
+    # What it takes.
+
+    def print_plan(self, plan: PlanLines) -> None:
+        rows, wanted = self.rows, self.wanted
+        tokens = sum(stored_tokens(row, wanted.picture_states) for row in rows)
+        taught = sum(taught_tokens(row.spans) for row in rows)
+        last = f"the last of {taught:,} ({taught / tokens:.0%})" if wanted.has_last else "which also teaches"
+        plan.reads(made_by("regenerate", self.recipe))
+        plan.line("rows", f"{len(rows):,}, {sum(map(length_of, rows)):,} tokens, of training and validation", "counted")
+        plan.line("states", f"{list(wanted.layers)} of {tokens:,} tokens, {last}, in {wanted.made_of['dtype']}")
+        if pictures := inserts_of(rows).values():
+            of_pictures = sum(each.length for each in pictures)
+            plan.line("pictures", f"input embeddings of {len(pictures):,}, {of_pictures:,} tokens, each stored once")
+        size, free = gigabytes(self.estimated_bytes), gigabytes(free_bytes(self.directory))
+        shards = plural(len(self.shards), "shard")
+        plan.line("disk", f"{size} in {shards}; {free} are free", "exact but for headers and the tokenizer")
+        if self.manifest.shards:
+            plan.line("done", self.manifest.summary())
+        if self.written.manifest is not None and (left := self.rows_to_make):
+            there = sum(row in self.written for row in left)
+            text = f"{there:,} of {len(left):,} rows with their answers"
+            plan.line("written", text + "; the target runs for the others" * (there < len(left)))
+        plan.writes(self.directory)
+
+    @property
+    def estimated_bytes(self) -> float:
+        """Size of the whole store, without the headers of files, config and tokenizer."""
+        pictures = sum(each.length for each in inserts_of(self.rows).values())
+        embeddings = pictures * self.wanted.hidden_size * self.files.dtype.itemsize
+        return self.wanted.bytes_of_rows(self.rows) + embeddings + head_bytes(self.files)
+
+    def check_room(self) -> None:
+        """Raises UserError, before anything is written, if the missing files do not fit on the disk."""
+        sizes = [self.wanted.bytes_of_rows(self.shards[number]) for number in self.missing]
+        left = sum(sizes)
+        if sizes:  # what is written makes room, shard by shard
+            left = max(max(sizes), left - self.written.bytes)
+        left += 0 if self.manifest.files else head_bytes(self.files)
+        left += picture_bytes(self.rows, self.files, self.directory)
+        if left > (free := free_bytes(self.directory)):
             raise UserError(
-                f"{directory}: cannot be written ({first_line(error)}): make room if the disk is full, then "
-                f"start again; {len(manifest.shards):,} of {manifest.of:,} shards are whole and stay"
-            ) from error
-    found = StoreManifest.read(directory)
-    if found is not None and found.complete:
-        shutil.rmtree(directory / FOLDER, ignore_errors=True)  # another process may do so, too
-        clear_leftovers(directory)
-        print(f"{directory}: all is captured: {store_summary(found)}")
+                f"data.states: {gigabytes(left)} are still to be written to {self.directory}, and {gigabytes(free)} "
+                "are free there: make room, name another folder, or take data.capture.dtype=fp8 or a smaller "
+                "data.max_length"
+            )
 
+    # Capturing.
 
-def _make_missing(
-    wanted: StorePlan,
-    missing: Sequence[int],
-    directory: Path,
-    manifest: StoreManifest,
-    written: WrittenRows | None,
-    target: Target | None,
-) -> None:
-    if target is None and needs_target(wanted, manifest, directory, written):
-        target = target_of(wanted)
-    if target is not None:
-        identity = stored_identity(wanted.files, target)
-    else:
-        assert written is not None and written.manifest is not None
-        identity = written.manifest.made_of["target"]
-    made_of = wanted.made_of | {"target": wanted.made_of["target"] | identity}
-    if manifest.files or manifest.shards:
-        manifest.refuse_if_other(made_of, directory)
-    if written is not None and written.manifest is not None:
-        written.manifest.refuse_if_other({"target": made_of["target"]}, directory)
-    manifest.made_of = made_of
-    if rank() == 0:
-        if not manifest.files and target is not None:
-            manifest.files = save_target(wanted.files, target, directory)
-        elif not manifest.files and written is not None and written.manifest is not None:
-            manifest.files = written.manifest.files
-        manifest.write(directory)
-    made_of_digest, nonfinite = manifest.digest, list[str]()
-    tokens = sum(states_length(row) for number in missing for row in wanted.shards[number])
-    with Bar(total=tokens, desc="capture", unit="token", unit_scale=True, disable=rank() > 0) as bar:
-        for number in missing:
-            shard, left = ShardBuffer(wanted.shape, wanted.shards[number]), list[int]()
-            for index, row in enumerate(shard.rows):
-                states = None if written is None else written.get(row)
-                if states is None:
-                    left.append(index)
-                else:
-                    shard.place(index, states)
-                    bar.update(states_length(row))
-            lengths = [states_length(shard.rows[index]) for index in left]
-            for batch in batches_by_length(lengths, wanted.recipe.data.capture.batch_tokens):
-                target = target or target_of(wanted)  # written states may be damaged
-                fill(shard, [left[i] for i in batch], target)
-                bar.update(sum(lengths[i] for i in batch))
-            if target is not None:
-                save_pictures(shard.rows, target, directory, rank())  # first: a shard with an entry has its pictures
-            shard.write(directory, number, made_of_digest)
-            nonfinite += [shard.rows[index].id for index in sorted(shard.nonfinite)]
-            if written is not None:
+    def run(self, target: Target | None = None) -> None:
+        """Makes this process's missing shards; then, if the store is complete, says so.
+
+        Raises UserError if the existing shards have another target, or if the disk is full.
+
+        Args:
+            target: if it is loaded already.
+        """
+        own, directory = [number for number in self.missing if is_own(number)], self.directory
+        if own or (rank() == 0 and not self.manifest.files):
+            try:
+                self._make(own, target)
+            except (OSError, SafetensorError) as error:
+                self.manifest.look(directory)
+                raise UserError(
+                    f"{directory}: cannot be written ({first_line(error)}): make room if the disk is full, then start "
+                    f"again; {len(self.manifest.shards):,} of {self.manifest.of:,} shards are whole and stay"
+                ) from error
+        found = StoreManifest.read(directory)
+        if found is not None and found.complete:
+            shutil.rmtree(directory / WRITTEN, ignore_errors=True)  # another process may do so, too
+            clear_leftovers(directory)
+            print(f"{directory}: all is captured: {found.summary()}")
+
+    def _make(self, numbers: Sequence[int], target: Target | None) -> None:
+        manifest, written, directory = self.manifest, self.written, self.directory
+        if target is None and self.needs_target:
+            target = self._load_target()
+        if target is not None:
+            made_of = self.made_of | {"target": self.wanted.target_identity(self.files, target)}
+        else:
+            assert written.manifest is not None
+            made_of = self.made_of | {"target": written.manifest.made_of["target"]}
+        if manifest.files or manifest.shards:
+            manifest.refuse_if_other(made_of, directory)
+        if written.manifest is not None:
+            written.manifest.refuse_if_other({"target": made_of["target"]}, directory)
+        manifest.made_of = made_of
+        if rank() == 0:
+            if not manifest.files and target is not None:
+                manifest.files = save_target(self.files, target, directory)
+            elif not manifest.files and written.manifest is not None:
+                manifest.files = written.manifest.files
+            manifest.write(directory)
+        broken = list[str]()
+        tokens = sum(states_length(row) for number in numbers for row in self.shards[number])
+        with Bar(total=tokens, desc="capture", unit="token", unit_scale=True, disable=rank() > 0) as bar:
+            for number in numbers:
+                shard = Shard(self.wanted, self.shards[number])
+                shard.parts = [written.get(row) or {} for row in shard.rows]
+                left = [index for index, parts in enumerate(shard.parts) if not parts]
+                lengths = [states_length(shard.rows[index]) for index in left]
+                bar.update(sum(map(states_length, shard.rows)) - sum(lengths))
+                for batch in batches_by_length(lengths, self.recipe.data.capture.batch_tokens):
+                    target = target or self._load_target()  # written states may be damaged
+                    fill(shard, [left[i] for i in batch], target)
+                    bar.update(sum(lengths[i] for i in batch))
+                if target is not None:
+                    save_pictures(shard.rows, target, directory)  # first: a shard with an entry has its pictures
+                shard.write(directory, number, manifest.digest)
+                broken += shard.broken
                 written.drop(shard.rows)
-    if nonfinite:
-        print(f"note: NaN or inf among the states of {len(nonfinite)} rows, the first: {nonfinite[:5]}")
+        if broken:
+            print(f"note: NaN or inf among the states of {len(broken)} rows, the first: {broken[:5]}")
+
+    def _load_target(self) -> Target:
+        return self.files.load(self.wanted.layers, device_of_rank(self.recipe.target.device))
 
 
-def fill(shard: ShardBuffer, batch: Sequence[int], target: Target) -> None:
-    """Runs the target over some rows of a shard and stores their states in it."""
+def is_own(number: int) -> bool:
+    """Whether this process makes shard `number`."""
+    return number % world_size() == rank()
+
+
+def fill(shard: Shard, batch: Sequence[int], target: Target) -> None:
+    """Runs the target over some rows of a shard and puts their states into it."""
     rows = [shard.rows[index] for index in batch]
     ids = pad_sequence([torch.tensor(row.input_ids[: states_length(row)]) for row in rows], batch_first=True)
     inserts = [
@@ -228,10 +331,6 @@ def fill(shard: ShardBuffer, batch: Sequence[int], target: Target) -> None:
     states = target.states(ids.to(target.device), inserts=inserts)
     for i, (index, row) in enumerate(zip(batch, rows, strict=True)):
         shard.put(index, states.captured[i, : states_length(row)], states.last[i, : states_length(row)])
-
-
-def target_of(wanted: StorePlan) -> Target:
-    return wanted.files.load(wanted.layers, device_of_rank(wanted.recipe.target.device))
 
 
 def device_of_rank(wanted: str) -> str | None:
@@ -250,3 +349,16 @@ def device_of_rank(wanted: str) -> str | None:
         )
     torch.get_device_module(given).set_device(local_rank())
     return f"{given.type}:{local_rank()}"
+
+
+def plan_before_regeneration(recipe: Recipe, files: TargetFiles) -> None:
+    if note := bounded_rows(recipe, files):
+        print(note)
+    plan, longest, wanted = PlanLines(), longest_row(recipe, files), WantedStates.of(recipe, files)
+    plan.reads(made_by("regenerate", recipe))
+    plan.line("rows", "unknown until regenerate has run")
+    plan.line("states", f"{list(wanted.layers)}{' and the last' * wanted.has_last}, {recipe.data.capture.dtype}")
+    rows, free = recipe.data.max_prompts or 1, gigabytes(free_bytes(recipe.states_dir))
+    most = gigabytes(rows * wanted.bytes_of(longest, longest))
+    plan.line("disk", f"at most {most} for {plural(rows, 'row')} of {longest:,} tokens; {free} are free", "exact")
+    plan.writes(recipe.states_dir)

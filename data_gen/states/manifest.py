@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.models.checkpoint import differences
+from draftsmith.models.costs import gigabytes
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import json_object
 
 MANIFEST, KIND = "manifest.json", "hidden_states"
-MADE_OF = {"target", "capture_layers", "dtype", "picture_states", "rows"}  # keys of `StoreManifest.made_of`
 PLACE = ("model", "revision")  # of the target: it may be moved
-ENTRY = ("file", "bytes", "sha256", "made_of", "keys_sha256", "rows", "tokens", "teacher_tokens", "nonfinite_rows")
+ENTRY = ("file", "bytes", "sha256", "made_of", "rows", "tokens", "teacher_tokens", "nonfinite_rows")
 
 
 @dataclass
@@ -34,7 +34,7 @@ class StoreManifest:
         made_of: everything that determines the shards.
         of: number of shards of the complete store.
         files: size and sha256 of each file in target/.
-        shards: entries by number, with the keys ENTRY.
+        shards: entries by number.
     """
 
     made_of: dict[str, Any]
@@ -47,8 +47,15 @@ class StoreManifest:
         return len(self.shards) == self.of
 
     def total(self, name: str) -> int:
-        """Sum over the shards of "rows", "tokens", "teacher_tokens", "nonfinite_rows" or "bytes"."""
+        """Sum over the shards of a number in their entries."""
         return sum(shard[name] for shard in self.shards.values())
+
+    def summary(self) -> str:
+        rows, tokens, size = (self.total(name) for name in ("rows", "tokens", "bytes"))
+        text = f"{rows:,} rows, {tokens:,} tokens, {gigabytes(size)} in {len(self.shards):,} of {self.of:,} shards"
+        if broken := self.total("nonfinite_rows"):
+            text += f"; {broken:,} rows have NaN or inf among their states, and training will skip them"
+        return text
 
     def write(self, directory: Path) -> None:
         """Writes the manifest without the entries."""
@@ -64,13 +71,11 @@ class StoreManifest:
         path = directory / MANIFEST
         try:
             fields = json_object(path.read_bytes(), "kind", "of_shards", "made_of", "target_files")
-            if fields["kind"] != KIND or not fields["made_of"].keys() >= MADE_OF:
+            if fields["kind"] != KIND:
                 raise ValueError("another kind of file")
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-        except (ValueError, AttributeError) as error:
+        except ValueError as error:
             raise UserError(
                 f"{path}: not a manifest of hidden states ({error}); delete the folder and capture again"
             ) from None
@@ -115,13 +120,6 @@ class StoreManifest:
                 f"{directory}: hidden states captured with other settings ({'; '.join(different)}); name another "
                 "data.states, or delete that folder"
             )
-
-
-def make_folder(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"data.states: {directory} cannot be made: {error.strerror}; name another folder") from None
 
 
 def shard_path(directory: Path, number: int) -> Path:

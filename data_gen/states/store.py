@@ -2,8 +2,8 @@
 
     manifest.json               target, rows and dtype of the store (`data_gen.states.manifest`)
     target/                     the target's embeddings and head (`data_gen.states.stored_target`), config, tokenizer
-    pictures/                   input embeddings of the rows' pictures (`data_gen.states.stored_pictures`)
-    written/                    rows from `draftsmith regenerate` that are in no shard yet (`data_gen.states.written`)
+    pictures/                   input embeddings of the rows' pictures, too
+    written/                    rows from `draftsmith regenerate` that are in no shard yet (`WrittenRows`)
     shard-00000.json            size, sha256 and counts of a shard
     shard-00000.safetensors     rows, one after another:
         captured        [N, S, H]   the states that the drafter reads, of all tokens that it reads
@@ -42,29 +42,27 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from draftsmith.data_gen.states.manifest import StoreManifest, entry_path, file_problem, shard_path
+from draftsmith.data_gen.states.manifest import StoreManifest, file_problem
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.target_columns import columns_of_picture
 from draftsmith.recipes.errors import UserError, first_line
-from draftsmith.recipes.files.atomic import atomic_path, atomic_write
-from draftsmith.recipes.files.digest import file_digest
+from draftsmith.recipes.files.atomic import atomic_path
 
-T = TypeVar("T")
 KEY_BYTES = 16
-HEADER_BYTES = 600  # of a shard's safetensors header, about
-
-
-# Encoding of a state.
+OPEN_SHARDS = 16
+REPAIR = "copy it again, or run `draftsmith capture --verify`, which rewrites damaged files"
+WRITTEN = "written"  # folder of `WrittenRows`
+Encoded = tuple[torch.Tensor, torch.Tensor | None]  # as `Encoding.encode` gives them
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Encoding:
         """Bytes of one state."""
         return width * self.dtype.itemsize + (0 if self.largest is None else 4)
 
-    def encode(self, states: torch.Tensor) -> "Encoded":
+    def encode(self, states: torch.Tensor) -> Encoded:
         """States [..., H] as (values [..., H], scales [...] or None). NaN and inf stay visible after decoding."""
         if self.largest is None:
             return states.to(self.dtype), None
@@ -159,152 +157,69 @@ def rows_identity(keys: Iterable[bytes]) -> str:
     return f"{len(ordered)} rows, sha256 {hashlib.sha256(b''.join(ordered)).hexdigest()}"
 
 
-# Sizes.
+class WrittenRows:
+    """Rows whose states were stored while their answers were written, until they are in a store's shards.
 
+        written/manifest.json           the target, layers and dtype
+        written/<key>.safetensors       a row: `captured`, `last` and their scales, as a shard holds them
 
-@dataclass(frozen=True)
-class RowShape:
-    """Determines the bytes of a row.
+    Rows lie in shards in the order of their keys, which are digests of the answers, so a row's shard is known only when
+    all answers are. A row's file goes when its shard is written: a store takes its own space on disk and little more.
+    `draftsmith capture` runs the target for rows whose file is missing or damaged.
 
     Attributes:
-        states: S, captured states of a token.
-        has_last: the teacher's last states are stored separately.
-        picture_states: whether states of pictures are stored.
+        manifest: of the folder; None: regeneration has stored nothing.
     """
 
-    states: int
-    hidden_size: int
-    encoding: Encoding
-    has_last: bool
-    picture_states: bool
+    def __init__(self, store: Path):
+        self.folder = store / WRITTEN
+        self.manifest = StoreManifest.read(self.folder)
 
-    def bytes_of(self, row: TrainingRow) -> int:
-        state, length = self.encoding.bytes_of(self.hidden_size), stored_tokens(row, self.picture_states)
-        taught = taught_tokens(row.spans) if self.has_last else 0
-        return state * (self.states * length + taught) + 16 + KEY_BYTES
+    @property
+    def bytes(self) -> int:
+        """Size of all rows."""
+        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
 
-    def shards(self, rows: Sequence[TrainingRow], shard_bytes: float) -> list[list[TrainingRow]]:
-        """Divides distinct rows, in the order of their keys, into shards of about the same size."""
-        distinct = {key_of(row): row for row in rows}
-        sizes = {key: self.bytes_of(row) for key, row in distinct.items()}
-        shards: list[list[TrainingRow]] = [[]]
-        filled = 0
-        for key in sorted(distinct):
-            if shards[-1] and filled + sizes[key] > shard_bytes:
-                shards.append([])
-                filled = 0
-            shards[-1].append(distinct[key])
-            filled += sizes[key]
-        return shards
+    def __contains__(self, row: TrainingRow) -> bool:
+        return self._path(row).exists()
 
-    def stored(self, row: TrainingRow, states_Tx: torch.Tensor) -> torch.Tensor:
-        """Of states of all `states_length` tokens, or their scales, those of `stored_positions`."""
-        if stored_tokens(row, self.picture_states) == len(states_Tx):
-            return states_Tx
-        return states_Tx[stored_positions(row, self.picture_states).to(states_Tx.device)]
+    def add(self, row: TrainingRow, tensors: dict[str, torch.Tensor]) -> None:
+        """Writes a row, once. Raises UserError if the disk is full."""
+        if row in self:
+            return
+        try:
+            with atomic_path(self._path(row)) as partial:
+                save_file({name: each.contiguous() for name, each in tensors.items()}, partial)
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{self._path(row)}: cannot be written ({error}): make room and run the same command again"
+            ) from error
 
-    def taught(self, row: TrainingRow, states_Tx: torch.Tensor) -> torch.Tensor:
-        """Those of `teacher_positions`."""
-        return states_Tx[torch.tensor(teacher_positions(row.spans), device=states_Tx.device, dtype=torch.long)]
+    def get(self, row: TrainingRow) -> dict[str, torch.Tensor] | None:
+        """The row's tensors; None: they are not here, or damaged."""
+        try:
+            return load_file(self._path(row))
+        except (OSError, SafetensorError):
+            return None
 
-    def bytes_of_shard(self, rows: Sequence[TrainingRow]) -> int:
-        return HEADER_BYTES + sum(map(self.bytes_of, rows))
+    def drop(self, rows: Iterable[TrainingRow]) -> None:
+        for row in rows:
+            self._path(row).unlink(missing_ok=True)
 
-
-# Writing.
-
-Encoded = tuple[torch.Tensor, torch.Tensor | None]  # as `Encoding.encode` gives them
-
-
-class ShardBuffer:
-    """A shard in memory, in its format on disk."""
-
-    def __init__(self, shape: RowShape, rows: Sequence[TrainingRow]):
-        self.shape, self.rows = shape, rows
-        tokens_of = (stored_tokens(row, shape.picture_states) for row in rows)
-        self.starts = list(accumulate(tokens_of, initial=0))
-        self.taught_starts = list(accumulate((taught_tokens(row.spans) for row in rows), initial=0))
-        tokens, taught = self.starts[-1], self.taught_starts[-1]
-        dtype, width = shape.encoding.dtype, shape.hidden_size
-        self.tensors = {"captured": torch.empty(tokens, shape.states, width, dtype=dtype)}
-        if shape.has_last:
-            self.tensors["last"] = torch.empty(taught, width, dtype=dtype)
-        if shape.encoding.largest is not None:
-            self.tensors["captured_scale"] = torch.empty(tokens, shape.states)
-            if shape.has_last:
-                self.tensors["last_scale"] = torch.empty(taught)
-        self.nonfinite: set[int] = set()
-
-    def put(self, index: int, captured_TF: torch.Tensor, last_TH: torch.Tensor) -> None:
-        """Stores the states of row `index`.
-
-        Args:
-            captured_TF, last_TH: one for each of its `states_length` tokens.
-        """
-        row, shape = self.rows[index], self.shape
-        captured_TSH = captured_TF.unflatten(-1, (shape.states, shape.hidden_size))
-        parts = {"captured": shape.stored(row, captured_TSH)} | (
-            {"last": shape.taught(row, last_TH)} if shape.has_last else {}
-        )
-        encoded = {name: shape.encoding.encode(states) for name, states in parts.items()}
-        scales = {f"{name}_scale": scale for name, (_, scale) in encoded.items() if scale is not None}
-        self.place(index, {name: values for name, (values, _) in encoded.items()} | scales)
-
-    def place(self, index: int, encoded: dict[str, torch.Tensor]) -> None:
-        """Stores the encoded states of row `index`, by their names in the shard."""
-        for name, tensor in encoded.items():
-            part = tensor.cpu()
-            starts = self.taught_starts if name.startswith("last") else self.starts
-            self.tensors[name][starts[index] : starts[index + 1]] = part
-            scale = encoded.get(f"{name}_scale", part)  # fp8 has no inf; its scale shows it
-            if not bool(scale.isfinite().all()):
-                self.nonfinite.add(index)
-
-    def write(self, directory: Path, number: int, made_of: str) -> None:
-        """Writes shard `number`, then its entry.
-
-        Args:
-            made_of: the manifest's `digest`.
-        """
-        keys = b"".join(map(key_of, self.rows))
-        tensors = self.tensors | {
-            "starts": torch.tensor(self.starts),
-            "last_starts": torch.tensor(self.taught_starts),
-            "key": torch.frombuffer(bytearray(keys), dtype=torch.uint8).view(-1, KEY_BYTES),
-        }
-        path = shard_path(directory, number)
-        with atomic_path(path) as partial:
-            save_file(tensors, partial)
-        entry = {
-            "file": path.name,
-            "bytes": path.stat().st_size,
-            "sha256": file_digest(path),
-            "made_of": made_of,
-            "keys_sha256": hashlib.sha256(keys).hexdigest(),
-            "rows": len(self.rows),
-            "tokens": self.starts[-1],
-            "teacher_tokens": self.taught_starts[-1],
-            "nonfinite_rows": len(self.nonfinite),
-        }
-        atomic_write(entry_path(directory, number), json.dumps(entry) + "\n")
+    def _path(self, row: TrainingRow) -> Path:
+        return self.folder / f"{key_of(row).hex()}.safetensors"
 
 
 # Reading.
 
 
-@dataclass(frozen=True)
-class RowStates:
-    """The stored, encoded states of a row.
+class RowStates(NamedTuple):
+    """The stored, encoded states of a row."""
 
-    Attributes:
-        captured: [n, S, H], of `stored_positions`; captured_scale: [n, S] or None.
-        last: [m, H], of `teacher_positions`; None if `captured` holds it. last_scale: [m] or None.
-    """
-
-    captured: torch.Tensor
-    captured_scale: torch.Tensor | None
-    last: torch.Tensor | None
-    last_scale: torch.Tensor | None
+    captured: torch.Tensor  # [n, S, H], of `stored_positions`
+    captured_scale: torch.Tensor | None  # [n, S]
+    last: torch.Tensor | None  # [m, H], of `teacher_positions`; None if `captured` holds it
+    last_scale: torch.Tensor | None  # [m]
 
     def to(self, device: torch.device) -> "RowStates":
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
@@ -314,10 +229,7 @@ class RowStates:
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RowStates":
-        parts = (self.captured, self.captured_scale, self.last, self.last_scale)
-        captured, *others = (None if part is None else change(part) for part in parts)
-        assert captured is not None
-        return RowStates(captured, *others)
+        return RowStates(*(None if part is None else change(part) for part in self))  # type: ignore[arg-type]
 
 
 class Store:
@@ -346,16 +258,11 @@ class Store:
         self.picture_states: bool = manifest.made_of["picture_states"]
         self._verified: set[int] = set()
         self._opened = lru_cache(OPEN_SHARDS)(self._open)  # a process may not open many files
-        self._starts = lru_cache(None)(self._read_starts)
-        self._places = dict(self._read_keys())  # key -> (shard, row in it)
-
-    def _read_keys(self) -> Iterator[tuple[bytes, tuple[int, int]]]:
-        for number, entry in self.manifest.shards.items():
-            keys = self._from_shard(number, lambda shard: shard.get_tensor("key")).numpy().tobytes()
-            if hashlib.sha256(keys).hexdigest() != entry["keys_sha256"]:
-                raise self._damaged(number, "its rows are not those that were written")
-            for row in range(len(keys) // KEY_BYTES):
-                yield keys[row * KEY_BYTES : (row + 1) * KEY_BYTES], (number, row)
+        self._places: dict[bytes, tuple[int, int]] = {}  # key -> (shard, row in it)
+        for number in manifest.shards:
+            with self._shard(number) as (shard, _, _):
+                keys = shard.get_tensor("key").numpy()
+            self._places |= {key.tobytes(): (number, row) for row, key in enumerate(keys)}
 
     def summary(self) -> str:
         made_of, manifest = self.manifest.made_of, self.manifest
@@ -376,42 +283,29 @@ class Store:
         """The stored states of a row. Raises UserError if its shard was altered."""
         number, index = self._places[key_of(row)]
         if number not in self._verified:
-            entry = self.manifest.shards[number]
-            if problem := file_problem(self.directory / entry["file"], entry, digest=True):
+            if problem := file_problem(self._path(number), self.manifest.shards[number], digest=True):
                 raise UserError(f"{problem}; {REPAIR}")
             self._verified.add(number)
-        return self._from_shard(number, lambda shard: self._read(shard, number, index))
+        with self._shard(number) as (shard, starts, last_starts):
 
-    def _read(self, shard: Any, number: int, index: int) -> RowStates:
-        starts, last_starts = self._starts(number)
-        names = set(shard.keys())
+            def part(name: str, starts: Sequence[int]) -> Any:
+                return shard.get_slice(name)[starts[index] : starts[index + 1]] if name in shard.keys() else None  # noqa: SIM118
 
-        def part(name: str, starts: Sequence[int]) -> torch.Tensor | None:
-            return shard.get_slice(name)[starts[index] : starts[index + 1]] if name in names else None
+            captured, last = part("captured", starts), part("last", last_starts)
+            return RowStates(captured, part("captured_scale", starts), last, part("last_scale", last_starts))
 
-        captured = part("captured", starts)
-        assert captured is not None
-        last, last_scale = part("last", last_starts), part("last_scale", last_starts)
-        return RowStates(captured, part("captured_scale", starts), last, last_scale)
+    def _open(self, number: int) -> tuple[Any, list[int], list[int]]:
+        """(file, starts, last_starts) of a shard."""
+        shard: Any = safe_open(self._path(number), framework="pt")
+        return shard, shard.get_tensor("starts").tolist(), shard.get_tensor("last_starts").tolist()
 
-    def _read_starts(self, number: int) -> tuple[list[int], list[int]]:
-        shard = self._opened(number)
-        return shard.get_tensor("starts").tolist(), shard.get_tensor("last_starts").tolist()
-
-    def _open(self, number: int) -> Any:
-        return safe_open(self.directory / self.manifest.shards[number]["file"], framework="pt")
-
-    def _from_shard(self, number: int, read: Callable[[Any], T]) -> T:
-        """Applies `read` to the opened shard."""
+    @contextmanager
+    def _shard(self, number: int) -> Iterator[tuple[Any, list[int], list[int]]]:
+        """What `_open` gives. Raises UserError for errors of the block."""
         try:
-            return read(self._opened(number))
+            yield self._opened(number)
         except (OSError, SafetensorError) as error:
-            raise self._damaged(number, first_line(error)) from None
+            raise UserError(f"{self._path(number)}: damaged: {first_line(error)}; {REPAIR}") from None
 
-    def _damaged(self, number: int, problem: str) -> UserError:
-        path = self.directory / self.manifest.shards[number]["file"]
-        return UserError(f"{path}: damaged: {problem}; {REPAIR}")
-
-
-OPEN_SHARDS = 16
-REPAIR = "copy it again, or run `draftsmith capture --verify`, which rewrites damaged files"
+    def _path(self, number: int) -> Path:
+        return self.directory / self.manifest.shards[number]["file"]

@@ -1,33 +1,40 @@
-"""The target's embeddings, head, config and tokenizer in a store's folder target/. Training needs no other weights.
+"""What a store holds of the target, so that training needs neither its layers nor its vision tower.
 
-    head.safetensors                embedding [V, H]; head [V, H] unless tied; bias [V] if there is one
-    config.json, tokenizer and image processor files
-                                    the target's; target.model can name this folder on a machine without the target
+    target/head.safetensors          embedding [V, H]; head [V, H] unless tied; bias [V] if there is one
+    target/config.json, tokenizer and image processor files
+                                     the target's; target.model can name this folder on a machine without the target
+    pictures/<digest>.safetensors    rows [n, H], input embeddings of a picture as `DecoderInputs.embeddings` has them,
+                                     in the target's dtype; their sha256 is in the header
 
-Shapes: V vocabulary, H hidden size.
+Pictures have a file each, however many rows show them. The states behind the embeddings are in the shards.
+
+Shapes: V vocabulary, H hidden size, n tokens of a picture.
 """
 
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
 from draftsmith.data_gen.states.manifest import StoreManifest, file_problem
-from draftsmith.data_gen.states.store import REPAIR, Store
-from draftsmith.data_gen.states.stored_pictures import stored_picture
+from draftsmith.data_gen.states.store import REPAIR, Store, length_of
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.prompt import Insert
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
+from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.errors import UserError, first_line
-from draftsmith.recipes.files.atomic import atomic_folder
+from draftsmith.recipes.files.atomic import atomic_folder, atomic_path
 from draftsmith.recipes.files.digest import file_digest
 
-FOLDER = "target"
-HEAD = "head.safetensors"
+TARGET, HEAD = "target", "head.safetensors"
+PICTURES = "pictures"
 # Settings that change logits behind the head (`families.scaled_logits`).
 LOGITS = ("model_type", "logits_scaling", "logit_scale", "final_logit_softcapping")
 
@@ -38,27 +45,22 @@ def logit_settings(config: Any) -> dict[str, Any]:
 
 
 def save_target(files: TargetFiles, target: Target, store: Path) -> dict[str, dict[str, Any]]:
-    """Writes the folder and returns the manifest's entries. Raises UserError for an unsupported head (`check_head`)."""
+    """Writes target/ and returns the manifest's entries. Raises UserError for an unsupported head (`check_head`)."""
     check_head(target)
-    bias = getattr(target.head, "bias", None)
-    tensors = {"embedding": target.embedding_table, "head": target.head_weight, "bias": bias}
-    if is_tied(target):
-        del tensors["head"]
+    tensors = {"embedding": target.embedding_table, "bias": getattr(target.head, "bias", None)}
+    if target.head_weight.data_ptr() != target.embedding_table.data_ptr():
+        tensors["head"] = target.head_weight
     given = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
     # Files of earlier captures, also of one that was killed while it replaced the folder.
-    own = {path.name for path in store.glob(f"{FOLDER}*/*")}
-    with atomic_folder(store / FOLDER, own=own) as partial:
+    own = {path.name for path in store.glob(f"{TARGET}*/*")}
+    with atomic_folder(store / TARGET, own=own) as partial:
         files.save_without_weights(partial)
         save_file(given, partial / HEAD)
     return {
-        path.relative_to(store / FOLDER).as_posix(): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
-        for path in sorted((store / FOLDER).iterdir())
+        path.relative_to(store / TARGET).as_posix(): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+        for path in sorted((store / TARGET).iterdir())
         if path.is_file()
     }
-
-
-def is_tied(target: Target) -> bool:
-    return target.head_weight.data_ptr() == target.embedding_table.data_ptr()
 
 
 @torch.no_grad()
@@ -87,7 +89,10 @@ class StoredTarget(Target):
     """
 
     def __init__(self, store: Store, config: Any, device: torch.device | str = "cpu"):
-        tensors = _read_head(store)
+        path = store.directory / TARGET / HEAD
+        if problem := file_problem(path, store.manifest.files[HEAD], digest=True):
+            raise UserError(f"{problem}; {REPAIR}")
+        tensors = load_file(path)
         self.name = f"the target whose states are in {store.directory}"
         self.config = config
         self.num_layers: int = config.num_hidden_layers
@@ -107,8 +112,12 @@ class StoredTarget(Target):
         self.folder = store.directory
 
     def read_insert(self, insert: Insert) -> torch.Tensor:
-        """As `Target.read_insert`, but scaled, from the store's file."""
-        return stored_picture(self.folder, insert).to(self.device)
+        """As `Target.read_insert`, but scaled. Raises UserError if the store's file is missing or damaged."""
+        path = _picture_path(self.folder, insert)
+        try:
+            return load_file(path)["rows"].to(self.device)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: missing or damaged: {first_line(error)}; {REPAIR}") from None
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UserError(f"{self.name} is not here, only its head and embeddings: leave data.states out to run it")
@@ -116,22 +125,9 @@ class StoredTarget(Target):
     states = captured_states = session = _refuse
 
 
-def _read_head(store: Store) -> dict[str, torch.Tensor]:
-    path = store.directory / FOLDER / HEAD
-    entry = store.manifest.files.get(HEAD)
-    if entry is None:
-        raise UserError(f"{path}: the manifest does not name it; {REPAIR}")
-    if problem := file_problem(path, entry, digest=True):
-        raise UserError(f"{problem}; {REPAIR}")
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: damaged: {first_line(error)}; {REPAIR}") from None
-
-
 def target_is_whole(store: Path, manifest: StoreManifest, verify: bool) -> bool:
     """Whether target/ matches the manifest. A manifest without entries for it is older than the folder."""
-    problems = [file_problem(store / FOLDER / name, entry, verify) for name, entry in manifest.files.items()]
+    problems = [file_problem(store / TARGET / name, entry, verify) for name, entry in manifest.files.items()]
     return bool(problems) and not any(problems)
 
 
@@ -140,7 +136,62 @@ def stored_bytes(store: Store) -> int:
     return store.manifest.files[HEAD]["bytes"]
 
 
-def head_bytes(config: Any, itemsize: int) -> int:
-    """Size of `head.safetensors` by a text config."""
+def head_bytes(files: TargetFiles) -> int:
+    """Size of `head.safetensors`."""
+    config = files.text_config
     matrices = 1 if getattr(config, "tie_word_embeddings", False) else 2
-    return matrices * config.vocab_size * config.hidden_size * itemsize
+    return matrices * config.vocab_size * config.hidden_size * files.dtype.itemsize
+
+
+# Pictures.
+
+
+def inserts_of(rows: Iterable[TrainingRow]) -> dict[str, Insert]:
+    """The inserts that training reads, by digest: those that begin behind a row's last span are left out."""
+    return {each.digest: each for row in rows for each in row.inserts if each.first < length_of(row)}
+
+
+def save_pictures(rows: Sequence[TrainingRow], target: Target, store: Path) -> None:
+    """Writes the embeddings of the rows' inserts that are not there yet."""
+    for insert in inserts_of(rows).values():
+        path = _picture_path(store, insert)
+        if path.exists():
+            continue
+        path.parent.mkdir(exist_ok=True)
+        embeddings = (target.read_insert(insert) * target.scale_behind_embedding).cpu().contiguous()
+        own = path.with_name(f"{path.name}.{rank()}")  # two processes may write one picture at the same time
+        with atomic_path(own) as partial:
+            save_file({"rows": embeddings}, partial, {"sha256": _digest(embeddings)})
+        own.replace(path)
+
+
+def drop_damaged(rows: Sequence[TrainingRow], store: Path, verify: bool) -> Iterator[str]:
+    """Deletes the rows' damaged pictures. Yields a message for each, missing ones included.
+
+    Args:
+        verify: also compare the sha256.
+    """
+    for insert in inserts_of(rows).values():
+        path = _picture_path(store, insert)
+        try:
+            with safe_open(path, "pt") as file:
+                if not verify or (file.metadata() or {}).get("sha256") == _digest(file.get_tensor("rows")):
+                    continue
+        except (OSError, SafetensorError):
+            pass
+        path.unlink(missing_ok=True)
+        yield f"{path}: missing or damaged"
+
+
+def picture_bytes(rows: Sequence[TrainingRow], files: TargetFiles, store: Path) -> int:
+    """Bytes of the pictures that are still to be written."""
+    left = (each.length for each in inserts_of(rows).values() if not _picture_path(store, each).exists())
+    return sum(left) * files.text_config.hidden_size * files.dtype.itemsize
+
+
+def _picture_path(store: Path, insert: Insert) -> Path:
+    return store / PICTURES / f"{insert.digest}.safetensors"
+
+
+def _digest(rows: torch.Tensor) -> str:
+    return hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -137,7 +137,8 @@ class Check:
         for source in as_list(recipe.eval.prompts):
             count = 0
             with collecting_problems(unread, "no contamination check against eval.prompts: "):
-                for count, conversation in enumerate(read_conversations(source, Rejects(), limit, store=data_url), 1):
+                for conversation in read_conversations(source, Rejects(), limit, store=data_url):
+                    count += 1
                     yield conversation
             if count == limit:
                 self._notes.append(f"contamination was checked against the first {limit:,} conversations of {source}")

@@ -50,6 +50,6 @@ def marked(tokenizer: PreTrainedTokenizerBase, row: TrainingRow, colour: bool | 
     before, after = ("\x1b[32m", "\x1b[0m") if (sys.stdout.isatty() if colour is None else colour) else ("[[", "]]")
     text, at = "", 0
     for start, end in row.spans:
-        text += f"{tokenizer.decode(row.input_ids[at:start])}{before}{tokenizer.decode(row.input_ids[start:end])}{after}"
-        at = end
-    return text + str(tokenizer.decode(row.input_ids[at:]))
+        other, answer = tokenizer.decode(row.input_ids[at:start]), tokenizer.decode(row.input_ids[start:end])
+        text, at = f"{text}{other}{before}{answer}{after}", end
+    return f"{text}{tokenizer.decode(row.input_ids[at:])}"

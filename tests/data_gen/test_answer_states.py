@@ -121,7 +121,7 @@ def test_damaged_rows_are_captured_anew(
 ) -> None:
     place.ask(6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capturing, "capture", lambda *_: None)  # killed before it
+        patch.setattr(capturing.Capture, "run", lambda *_: None)  # killed before it
         place.run(*states_of(place))
     harm(next((place.folder / "states/written").glob("*.safetensors")))
     place.run(*states_of(place))  # all is answered: makes the store if all rows are there

