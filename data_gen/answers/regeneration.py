@@ -24,8 +24,7 @@ from draftsmith.data_gen.answers.open_conversations import OpenConversations
 from draftsmith.data_gen.server_client.answers import Vocabulary
 from draftsmith.data_gen.server_client.generator import Servers, Unanswered
 from draftsmith.data_gen.states.answer_states import AnswerStates, storing, wanted_states
-from draftsmith.data_gen.states.capturing import complete
-from draftsmith.data_gen.states.store_plan import WantedStates
+from draftsmith.data_gen.states.capturing import WantedStates, complete
 from draftsmith.data_gen.training_rows.overlap import screen
 from draftsmith.models.chat import (
     RenderError,

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import torch
 from safetensors import SafetensorError
 
+from draftsmith.data_gen.states.capturing import WantedStates
 from draftsmith.data_gen.states.manifest import StoreManifest
 from draftsmith.data_gen.states.store import WRITTEN, Encoded, Encoding, WrittenRows
-from draftsmith.data_gen.states.store_plan import WantedStates
 from draftsmith.data_gen.states.stored_target import save_target, target_is_whole
 from draftsmith.data_gen.training_rows.rows import Turn, is_usable, rows_of
 from draftsmith.models.prompt import Prompt

@@ -6,9 +6,11 @@ finds the store complete says so.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,22 +19,30 @@ from transformers.utils import logging
 
 from draftsmith.data_gen.states.manifest import StoreManifest, file_problem
 from draftsmith.data_gen.states.store import (
+    ENCODINGS,
+    KEY_BYTES,
     WRITTEN,
+    Encoded,
+    Encoding,
+    Parts,
     WrittenRows,
     key_of,
     length_of,
     rows_identity,
     states_length,
+    stored_positions,
     stored_tokens,
     taught_tokens,
+    teacher_positions,
+    write_shard,
 )
-from draftsmith.data_gen.states.store_plan import Shard, WantedStates
 from draftsmith.data_gen.states.stored_target import (
     PICTURES,
     TARGET,
     drop_damaged,
     head_bytes,
     inserts_of,
+    logit_settings,
     picture_bytes,
     save_pictures,
     save_target,
@@ -41,6 +51,7 @@ from draftsmith.data_gen.states.stored_target import (
 from draftsmith.data_gen.training_rows.rows import TrainingRow, usable_rows
 from draftsmith.models.context_limits import bounded_rows, longest_row
 from draftsmith.models.costs import free_bytes, gigabytes
+from draftsmith.models.drafters import states_read
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.target import Target
@@ -127,6 +138,78 @@ def clear_leftovers(directory: Path) -> None:
     if (directory / TARGET).exists():  # else `save_target` makes it of these
         for leftover in (f"{TARGET}.partial", f"{TARGET}.replaced"):
             shutil.rmtree(directory / leftover, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class WantedStates:
+    """
+    Attributes:
+        layers: the S captured ones.
+        has_last: the teacher's last states are stored separately.
+        picture_states: whether states of pictures are stored.
+        made_of: the manifest's, as far as it is known before the target is loaded and rows are read.
+    """
+
+    layers: tuple[int, ...]
+    hidden_size: int
+    encoding: Encoding
+    has_last: bool
+    picture_states: bool
+    made_of: dict[str, Any]
+
+    @classmethod
+    def of(cls, recipe: Recipe, files: TargetFiles) -> "WantedStates":
+        config, dtype = files.text_config, recipe.data.capture.dtype
+        layers, pictures = states_read(recipe.drafter, config.num_hidden_layers), recipe.drafter.reads_picture_states
+        made_of = {
+            "target": files.identity | logit_settings(config),
+            "capture_layers": list(layers),
+            "dtype": dtype,
+            "picture_states": pictures,
+            "computed_in": str(files.dtype).removeprefix("torch."),
+        }
+        has_last = layers[-1] != config.num_hidden_layers
+        return cls(layers, config.hidden_size, ENCODINGS[dtype], has_last, pictures, made_of)
+
+    def target_identity(self, files: TargetFiles, target: Target) -> dict[str, Any]:
+        """`made_of["target"]` with what only the weights tell."""
+        return self.made_of["target"] | files.identity_of(target) | {"embedding_scale": target.embedding_scale}
+
+    def bytes_of(self, tokens: float, taught: float) -> float:
+        """Size of the states of so many stored tokens, so many of which teach."""
+        return self.encoding.bytes_of(self.hidden_size) * (len(self.layers) * tokens + self.has_last * taught)
+
+    def bytes_of_rows(self, rows: Sequence[TrainingRow]) -> float:
+        tokens = sum(stored_tokens(row, self.picture_states) for row in rows)
+        return self.bytes_of(tokens, sum(taught_tokens(row.spans) for row in rows)) + len(rows) * (16 + KEY_BYTES)
+
+    def shards(self, rows: Sequence[TrainingRow], shard_bytes: float) -> list[list[TrainingRow]]:
+        """Divides distinct rows, in the order of their keys, into shards of about the same size."""
+        distinct, shards, filled = {key_of(row): row for row in rows}, list[list[TrainingRow]](), 0.0
+        for key in sorted(distinct):
+            size = self.bytes_of_rows([distinct[key]])
+            if not shards or filled + size > shard_bytes:
+                shards.append([])
+                filled = 0.0
+            shards[-1].append(distinct[key])
+            filled += size
+        return shards
+
+    def parts(self, row: TrainingRow, states: Encoded) -> Parts:
+        """The states of a row by their names in a shard, in the host's memory.
+
+        Args:
+            states: of its first `states_length` tokens or more, [T, S, H]; with `has_last` [T, S + 1, H], the last
+                states behind the captured ones.
+        """
+        parts: Parts = {}
+        for name, part in zip(("", "_scale"), states, strict=True):
+            if part is not None:
+                stored, taught = stored_positions(row, self.picture_states), torch.tensor(teacher_positions(row.spans))
+                parts[f"captured{name}"] = part[stored.to(part.device), : len(self.layers)].cpu()
+                if self.has_last:
+                    parts[f"last{name}"] = part[taught.long().to(part.device), len(self.layers)].cpu()
+        return parts
 
 
 class Capture:
@@ -295,20 +378,23 @@ class Capture:
         tokens = sum(states_length(row) for number in numbers for row in self.shards[number])
         with Bar(total=tokens, desc="capture", unit="token", unit_scale=True, disable=rank() > 0) as bar:
             for number in numbers:
-                shard = Shard(self.wanted, self.shards[number])
-                shard.parts = [written.get(row) or {} for row in shard.rows]
-                left = [index for index, parts in enumerate(shard.parts) if not parts]
-                lengths = [states_length(shard.rows[index]) for index in left]
-                bar.update(sum(map(states_length, shard.rows)) - sum(lengths))
+                rows = self.shards[number]
+                parts = [written.get(row) for row in rows]
+                left = [index for index, each in enumerate(parts) if not each]
+                lengths = [states_length(rows[index]) for index in left]
+                bar.update(sum(map(states_length, rows)) - sum(lengths))
                 for batch in batches_by_length(lengths, self.recipe.data.capture.batch_tokens):
                     target = target or self._load_target()  # written states may be damaged
-                    fill(shard, [left[i] for i in batch], target)
+                    asked = [left[i] for i in batch]
+                    for index, each in zip(
+                        asked, states_of([rows[i] for i in asked], target, self.wanted), strict=True
+                    ):
+                        parts[index] = each
                     bar.update(sum(lengths[i] for i in batch))
                 if target is not None:
-                    save_pictures(shard.rows, target, directory)  # first: a shard with an entry has its pictures
-                shard.write(directory, number, manifest.digest)
-                broken += shard.broken
-                written.drop(shard.rows)
+                    save_pictures(rows, target, directory)  # first: a shard with an entry has its pictures
+                broken += write_shard(directory, number, rows, parts, manifest.digest)
+                written.drop(rows)
         if broken:
             print(f"note: NaN or inf among the states of {len(broken)} rows, the first: {broken[:5]}")
 
@@ -321,16 +407,18 @@ def is_own(number: int) -> bool:
     return number % world_size() == rank()
 
 
-def fill(shard: Shard, batch: Sequence[int], target: Target) -> None:
-    """Runs the target over some rows of a shard and puts their states into it."""
-    rows = [shard.rows[index] for index in batch]
+def states_of(rows: Sequence[TrainingRow], target: Target, wanted: WantedStates) -> Iterator[Parts]:
+    """Runs the target over rows together and yields the states of each."""
     ids = pad_sequence([torch.tensor(row.input_ids[: states_length(row)]) for row in rows], batch_first=True)
     inserts = [
         PlacedInsert(i, each) for i, row in enumerate(rows) for each in row.inserts if each.first < states_length(row)
     ]
     states = target.states(ids.to(target.device), inserts=inserts)
-    for i, (index, row) in enumerate(zip(batch, rows, strict=True)):
-        shard.put(index, states.captured[i, : states_length(row)], states.last[i, : states_length(row)])
+    for row, captured_TF, last_TH in zip(rows, states.captured, states.last, strict=True):
+        all_TSH = captured_TF.unflatten(-1, (len(wanted.layers), -1))
+        if wanted.has_last:
+            all_TSH = torch.cat([all_TSH, last_TH[:, None]], dim=1)
+        yield wanted.parts(row, wanted.encoding.encode(all_TSH[: states_length(row)]))
 
 
 def device_of_rank(wanted: str) -> str | None:

@@ -45,6 +45,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,11 +53,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from draftsmith.data_gen.states.manifest import StoreManifest, file_problem
+from draftsmith.data_gen.states.manifest import StoreManifest, entry_path, file_problem, shard_path
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.target_columns import columns_of_picture
 from draftsmith.recipes.errors import UserError, first_line
-from draftsmith.recipes.files.atomic import atomic_path
+from draftsmith.recipes.files.atomic import atomic_path, atomic_write
+from draftsmith.recipes.files.digest import file_digest
 
 KEY_BYTES = 16
 OPEN_SHARDS = 16
@@ -157,6 +159,49 @@ def rows_identity(keys: Iterable[bytes]) -> str:
     return f"{len(ordered)} rows, sha256 {hashlib.sha256(b''.join(ordered)).hexdigest()}"
 
 
+# Writing.
+
+Parts = dict[str, torch.Tensor]  # the stored, encoded states of a row, by their names in a shard
+
+
+def write_shard(
+    directory: Path, number: int, rows: Sequence[TrainingRow], parts: Sequence[Parts], made_of: str
+) -> list[str]:
+    """Writes shard `number`, then its entry. Returns the ids of rows with NaN or inf among their states.
+
+    Args:
+        parts: of each row.
+        made_of: the manifest's `digest`.
+    """
+    starts, last_starts = (
+        torch.tensor(list(accumulate(counts, initial=0)))
+        for counts in ((len(each["captured"]) for each in parts), (taught_tokens(row.spans) for row in rows))
+    )
+    tensors = {name: torch.cat([each[name] for each in parts]) for name in parts[0]}
+    tensors["key"] = torch.tensor([list(key_of(row)) for row in rows], dtype=torch.uint8)
+    path = shard_path(directory, number)
+    with atomic_path(path) as partial:
+        save_file(tensors | {"starts": starts, "last_starts": last_starts}, partial)
+    broken = [row.id for row, each in zip(rows, parts, strict=True) if not _finite(each)]
+    entry = {
+        "file": path.name,
+        "bytes": path.stat().st_size,
+        "sha256": file_digest(path),
+        "made_of": made_of,
+        "rows": len(rows),
+        "tokens": int(starts[-1]),
+        "teacher_tokens": int(last_starts[-1]),
+        "nonfinite_rows": len(broken),
+    }
+    atomic_write(entry_path(directory, number), json.dumps(entry) + "\n")
+    return broken
+
+
+def _finite(parts: Parts) -> bool:
+    """fp8 has no inf; its scale shows it."""
+    return all(bool(part.isfinite().all()) for name, part in parts.items() if f"{name}_scale" not in parts)
+
+
 class WrittenRows:
     """Rows whose states were stored while their answers were written, until they are in a store's shards.
 
@@ -183,24 +228,24 @@ class WrittenRows:
     def __contains__(self, row: TrainingRow) -> bool:
         return self._path(row).exists()
 
-    def add(self, row: TrainingRow, tensors: dict[str, torch.Tensor]) -> None:
+    def add(self, row: TrainingRow, parts: Parts) -> None:
         """Writes a row, once. Raises UserError if the disk is full."""
         if row in self:
             return
         try:
             with atomic_path(self._path(row)) as partial:
-                save_file({name: each.contiguous() for name, each in tensors.items()}, partial)
+                save_file({name: each.contiguous() for name, each in parts.items()}, partial)
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"{self._path(row)}: cannot be written ({error}): make room and run the same command again"
             ) from error
 
-    def get(self, row: TrainingRow) -> dict[str, torch.Tensor] | None:
-        """The row's tensors; None: they are not here, or damaged."""
+    def get(self, row: TrainingRow) -> Parts:
+        """Empty if the row is not here, or damaged."""
         try:
             return load_file(self._path(row))
         except (OSError, SafetensorError):
-            return None
+            return {}
 
     def drop(self, rows: Iterable[TrainingRow]) -> None:
         for row in rows:

@@ -92,13 +92,13 @@ def test_capture_adds_only_what_was_answered_without_states(
     assert f"the states of {total - before} of {total} rows are stored; `draftsmith capture` adds the rest" in printed
     assert StoreManifest.read(place.folder / "states") is None
     ran: list[str] = []
-    fill = capturing.fill
+    states_of_rows = capturing.states_of
 
-    def watched(shard: Any, batch: Any, target: Any) -> None:
-        ran.extend(shard.rows[index].id for index in batch)
-        fill(shard, batch, target)
+    def watched(rows: Any, *others: Any) -> Any:
+        ran.extend(row.id for row in rows)
+        return states_of_rows(rows, *others)
 
-    monkeypatch.setattr(capturing, "fill", watched)
+    monkeypatch.setattr(capturing, "states_of", watched)
     capture(place, *states_of(place), "--plan")
     assert f"written        {total - before} of {total} rows with their answers" in capsys.readouterr().out
     capture(place, *states_of(place))
