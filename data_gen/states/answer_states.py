@@ -24,15 +24,10 @@ from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import output_problem
 from draftsmith.recipes.schema import Recipe
 
-ROUNDS = 64  # kept on the device, at most
-
 
 class RecordingSession(TargetSession):
-    """A session whose caller gets the states of `capture`. Those of `recorded` are kept, encoded, in the host's memory,
-    until they are taken.
-
-        prefill    states of the prompts           kept at once
-        round      states of the committed path    gathered on the device; encoded and moved when a row ends or begins
+    """A session whose caller gets the states of `capture`. Those of `recorded`, of prompts and committed tokens, are
+    kept, encoded, in the host's memory until they are taken.
 
     Shapes: B rows, n tokens, U captured layers of width H, R recorded ones.
     """
@@ -43,12 +38,10 @@ class RecordingSession(TargetSession):
         self._rows: list[list[Encoded]] = []
         self._untaken: dict[int, list[Encoded]] = {}  # rows by the id of their prompt, which its caller keeps
         self._appended: torch.Tensor | None = None  # [B, n, U H] of the last forward
-        self._rounds: list[tuple[torch.Tensor, list[int]]] = []  # committed, not yet in rows: states, counts
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], room: int = 256, at_once: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self._settle()
         logits_BV, states = super().prefill(prompts, room, at_once)
         assert states is not None
         for prompt, states_nF in zip(prompts, states, strict=True):
@@ -67,41 +60,23 @@ class RecordingSession(TargetSession):
         super().commit(counts, path_BA)
         states, most = self._appended, max(counts)
         assert states is not None
+        self._appended = None
         if path_BA is not None:
             states = states[torch.arange(len(states), device=states.device)[:, None], path_BA[:, :most]]
-        self._rounds.append((states[:, :most], list(counts)))
-        self._appended = None
-        if len(self._rounds) >= ROUNDS:
-            self._settle()
+        values, scales = self._encoded(states[:, :most])
+        for b, count in enumerate(counts):
+            self._rows[b].append((values[b, :count], None if scales is None else scales[b, :count]))
 
     def keep(self, rows: Sequence[int]) -> None:
-        self._settle()
         super().keep(rows)
         self._rows = [self._rows[row] for row in rows]
 
     def take(self, prompt: Sequence[int]) -> Encoded:
-        """The states [n, R, H] of a row's committed tokens, by the object that `prefill` was given. They are forgotten
-        here."""
-        self._settle()
+        """The states [n, R, H] of a row's committed tokens, by the object that `prefill` was given; forgets them."""
         row = self._untaken.pop(id(prompt))
         values, scales = zip(*row, strict=True)
         row.clear()
         return torch.cat(values), None if scales[0] is None else torch.cat(scales)
-
-    def _settle(self) -> None:
-        """Moves the rounds into their rows."""
-        if not self._rounds:
-            return
-        values, scales = self._encoded(torch.cat([states for states, _ in self._rounds], dim=1))
-        ends = torch.tensor([states.shape[1] for states, _ in self._rounds]).cumsum(0).tolist()
-        for b, row in enumerate(self._rows):
-            own = [
-                column
-                for end, (states, counts) in zip(ends, self._rounds, strict=True)
-                for column in range(end - states.shape[1], end - states.shape[1] + counts[b])
-            ]
-            row.append((values[b, own], None if scales is None else scales[b, own]))
-        self._rounds.clear()
 
     def _encoded(self, states: torch.Tensor) -> Encoded:
         values, scales = self._encoding.encode(self._layers(states, self._recorded))

@@ -49,7 +49,7 @@ from draftsmith.data_gen.states.stored_target import (
     target_is_whole,
 )
 from draftsmith.data_gen.training_rows.rows import TrainingRow, usable_rows
-from draftsmith.models.context_limits import bounded_rows, longest_row
+from draftsmith.models.context_limits import longest_row
 from draftsmith.models.costs import free_bytes, gigabytes
 from draftsmith.models.drafters import states_read
 from draftsmith.models.formats.exporting import check_export
@@ -102,11 +102,7 @@ def main(command: Command) -> None:
 
 
 def complete(recipe: Recipe, target: Target | None = None) -> None:
-    """Makes the store from the rows that regeneration has written, if it has written all.
-
-    Args:
-        target: reads the rows' pictures; None: only a store without pictures is made.
-    """
+    """Makes the store from the rows that regeneration has written, if these are all. Pictures need `target`."""
     directory = recipe.states_dir
     if recipe.data.states is None or not (directory / WRITTEN).exists():
         return
@@ -295,9 +291,9 @@ class Capture:
         if pictures := inserts_of(rows).values():
             of_pictures = sum(each.length for each in pictures)
             plan.line("pictures", f"input embeddings of {len(pictures):,}, {of_pictures:,} tokens, each stored once")
-        size, free = gigabytes(self.estimated_bytes), gigabytes(free_bytes(self.directory))
-        shards = plural(len(self.shards), "shard")
-        plan.line("disk", f"{size} in {shards}; {free} are free", "exact but for headers and the tokenizer")
+        size, free = gigabytes(self.bytes_left), gigabytes(free_bytes(self.directory))
+        text = f"{size} to be written, {plural(len(self.shards), 'shard')} in all; {free} are free"
+        plan.line("disk", text, "exact but for headers and the tokenizer")
         if self.manifest.shards:
             plan.line("done", self.manifest.summary())
         if self.written.manifest is not None and (left := self.rows_to_make):
@@ -307,25 +303,22 @@ class Capture:
         plan.writes(self.directory)
 
     @property
-    def estimated_bytes(self) -> float:
-        """Size of the whole store, without the headers of files, config and tokenizer."""
-        pictures = sum(each.length for each in inserts_of(self.rows).values())
-        embeddings = pictures * self.wanted.hidden_size * self.files.dtype.itemsize
-        return self.wanted.bytes_of_rows(self.rows) + embeddings + head_bytes(self.files)
-
-    def check_room(self) -> None:
-        """Raises UserError, before anything is written, if the missing files do not fit on the disk."""
+    def bytes_left(self) -> float:
+        """What the missing files take, without their headers, config and tokenizer."""
         sizes = [self.wanted.bytes_of_rows(self.shards[number]) for number in self.missing]
         left = sum(sizes)
         if sizes:  # what is written makes room, shard by shard
             left = max(max(sizes), left - self.written.bytes)
         left += 0 if self.manifest.files else head_bytes(self.files)
-        left += picture_bytes(self.rows, self.files, self.directory)
-        if left > (free := free_bytes(self.directory)):
+        return left + picture_bytes(self.rows, self.files, self.directory)
+
+    def check_room(self) -> None:
+        """Raises UserError, before anything is written, if the missing files do not fit on the disk."""
+        if self.bytes_left > (free := free_bytes(self.directory)):
             raise UserError(
-                f"data.states: {gigabytes(left)} are still to be written to {self.directory}, and {gigabytes(free)} "
-                "are free there: make room, name another folder, or take data.capture.dtype=fp8 or a smaller "
-                "data.max_length"
+                f"data.states: {gigabytes(self.bytes_left)} are still to be written to {self.directory}, and "
+                f"{gigabytes(free)} are free there: make room, name another folder, or take data.capture.dtype=fp8 "
+                "or a smaller data.max_length"
             )
 
     # Capturing.
@@ -334,9 +327,6 @@ class Capture:
         """Makes this process's missing shards; then, if the store is complete, says so.
 
         Raises UserError if the existing shards have another target, or if the disk is full.
-
-        Args:
-            target: if it is loaded already.
         """
         own, directory = [number for number in self.missing if is_own(number)], self.directory
         if own or (rank() == 0 and not self.manifest.files):
@@ -385,11 +375,9 @@ class Capture:
                 bar.update(sum(map(states_length, rows)) - sum(lengths))
                 for batch in batches_by_length(lengths, self.recipe.data.capture.batch_tokens):
                     target = target or self._load_target()  # written states may be damaged
-                    asked = [left[i] for i in batch]
-                    for index, each in zip(
-                        asked, states_of([rows[i] for i in asked], target, self.wanted), strict=True
-                    ):
-                        parts[index] = each
+                    made = states_of([rows[left[i]] for i in batch], target, self.wanted)
+                    for i, each in zip(batch, made, strict=True):
+                        parts[left[i]] = each
                     bar.update(sum(lengths[i] for i in batch))
                 if target is not None:
                     save_pictures(rows, target, directory)  # first: a shard with an entry has its pictures
@@ -440,11 +428,8 @@ def device_of_rank(wanted: str) -> str | None:
 
 
 def plan_before_regeneration(recipe: Recipe, files: TargetFiles) -> None:
-    if note := bounded_rows(recipe, files):
-        print(note)
     plan, longest, wanted = PlanLines(), longest_row(recipe, files), WantedStates.of(recipe, files)
     plan.reads(made_by("regenerate", recipe))
-    plan.line("rows", "unknown until regenerate has run")
     plan.line("states", f"{list(wanted.layers)}{' and the last' * wanted.has_last}, {recipe.data.capture.dtype}")
     rows, free = recipe.data.max_prompts or 1, gigabytes(free_bytes(recipe.states_dir))
     most = gigabytes(rows * wanted.bytes_of(longest, longest))

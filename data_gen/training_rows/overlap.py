@@ -19,7 +19,6 @@ from itertools import chain
 from typing import Any
 
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collecting_problems
@@ -217,8 +216,6 @@ def main(command: Command) -> None:
     """Behind data_gen/contamination.py."""
     recipe, rejects = command.recipe, Rejects()
     prompts, files = as_list(recipe.data.prompts), [str(recipe.conversations_path)] * _from_elsewhere(recipe)
-    if files:
-        require_files(made_by("regenerate", recipe))
     if command.plan:
         plan = PlanLines()
         plan.line("reads", ", ".join([*prompts, *files]))

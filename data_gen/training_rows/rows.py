@@ -124,7 +124,6 @@ def training_rows(
         leave_out: called for every readable conversation; gives the reason to leave it out.
     """
     path = Path(path)
-    require_files(("data.conversations", path, "regenerate"))
     if problem := check_source(str(path)):
         raise UserError(f"data.conversations: {problem}")
     fingerprint, usable = tokenizer_fingerprint(tokenizer), 0

@@ -84,7 +84,7 @@ def test_the_plan_says_within_two_percent_what_is_written(
     overrides = [*KINDS[kind], f"data.states={tmp_path / 'states'}", f"data.capture.dtype={dtype}"]
     capture(recipe_path, *overrides, "--plan")
     assert not (tmp_path / "states").exists() and "are free" in capsys.readouterr().out
-    expected = capture_of(recipe_path, *overrides).estimated_bytes
+    expected = capture_of(recipe_path, *overrides).bytes_left
     capture(recipe_path, *overrides)
     written = sum(path.stat().st_size for path in (tmp_path / "states").rglob("*.safetensors"))
     assert expected == pytest.approx(written, rel=0.02)
