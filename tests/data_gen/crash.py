@@ -4,7 +4,6 @@
 import torch for each of them.
 """
 
-import math
 import os
 import signal
 import subprocess
@@ -57,8 +56,7 @@ def run_script(
         timeout: seconds after which AssertionError is raised with the output, in which the stacks of all threads stand.
     """
     port = free_port() if ranks > 1 else 0
-    now = time.monotonic()
-    kill_at, terminate_at, give_up_at, timeout_at = math.inf, math.inf, math.inf, now + timeout
+    failed, end = False, time.monotonic() + timeout
     with tempfile.TemporaryFile("ab+") as log:
         processes = [
             subprocess.Popen(
@@ -67,34 +65,29 @@ def run_script(
                 env=os.environ | ON_CPUS | (words_of_launcher(each, ranks, port) if ranks > 1 else {}),
                 stdout=log,
                 stderr=log,
+                # Jobs that a shell runs in the background ignore Ctrl-C, and so would their children.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
             for each in range(ranks)
         ]
-
-        def send(number: int) -> None:
-            for process in processes:
-                process.send_signal(number)  # to none that has ended
-
+        # When which signal goes to whom; after SIGABRT faulthandler prints the stacks.
+        due = [(end, signal.SIGABRT, processes), (end + LAST_WORDS_SECONDS, signal.SIGKILL, processes)]
         while any(process.poll() is None for process in processes):
             now = time.monotonic()
             if kill_when is not None and kill_when():
-                kill_at, kill_when = now + kill_after, None
-            if now >= kill_at:
-                kill_at = math.inf
-                send(kill_with) if rank is None else processes[rank].send_signal(kill_with)
-            if terminate_at == math.inf and any(process.poll() for process in processes):
-                terminate_at, give_up_at = now + NOTICED_SECONDS, now + NOTICED_SECONDS + PATIENCE_SECONDS
-            if now >= terminate_at > 0:
-                terminate_at = 0.0
-                send(signal.SIGTERM)
-            if now >= give_up_at or now >= timeout_at + LAST_WORDS_SECONDS:
-                send(signal.SIGKILL)
-            elif now >= timeout_at:
-                send(signal.SIGABRT)  # faulthandler prints the stacks
+                due.append((now + kill_after, kill_with, processes if rank is None else [processes[rank]]))
+                kill_when = None
+            if not failed and any(process.poll() for process in processes):
+                failed, noticed = True, now + NOTICED_SECONDS
+                due += [(noticed, signal.SIGTERM, processes), (noticed + PATIENCE_SECONDS, signal.SIGKILL, processes)]
+            for at, number, whom in due:
+                for process in whom if at <= now else ():
+                    process.send_signal(number)  # to none that has ended
+            due = [each for each in due if each[0] > now]
             time.sleep(POLL_SECONDS)
         log.seek(0)
         output = log.read().decode(errors="replace")
-    assert now < timeout_at, f"{script} still ran after {timeout} s:\n{output}"
+    assert time.monotonic() < end, f"{script} still ran after {timeout} s:\n{output}"
     return Ending([process.returncode for process in processes], output)
 
 

@@ -12,9 +12,8 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,11 +29,11 @@ from tests.conftest import make_target, make_tokenizer
 from tests.crash_states import State, full_disk, restore, state_of, synced_before_renamed, watched
 from tests.data_gen.crash import run_script, signalled_when
 from tests.store_cases import SMALL_SHARDS, assert_same_store
-from tests.training_runs import metrics, run_main, to_train
+from tests.thinning import EXHAUSTIVE
+from tests.training_runs import SIX_STEPS, metrics, run_main, to_train
 
 KILLS = 5
 CONVERSATIONS = 6
-STEPS = 6
 CAPTURE_LAYERS = [0, 1, 2]
 
 
@@ -63,19 +62,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "generator": {"batch_size": 4, "max_new_tokens": 20, "temperature": 1.0},
         },
         "drafter": {"vocab_size": 160, "capture_layers": CAPTURE_LAYERS},
-        "train": {
-            "max_steps": STEPS,
-            "batch_size": 4,
-            "learning_rate": 0.003,
-            "save_every_steps": 2,
-            "keep_checkpoints": 2,
-            "log_every_steps": 2,
-            "validate_every_steps": 3,
-            "validation_conversations": 4,
-            "ttt_steps": 3,
-            "mixed_precision": "no",
-            "trackers": [],
-        },
+        "train": SIX_STEPS | {"save_every_steps": 2, "keep_checkpoints": 2, "log_every_steps": 2, "trackers": []},
     }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(sections))
@@ -120,11 +107,10 @@ def regenerate_in(recipe: Path, output: Path, with_states: bool) -> None:
     run_main(regenerate, recipe, f"output_dir={output}", *states)
 
 
-EVERY = [17, pytest.param(1, marks=pytest.mark.slow)]  # a test goes on from each n-th of the states
+EVERY = [17, pytest.param(1, marks=EXHAUSTIVE)]  # a test goes on from each n-th of the states
 
 
-@dataclass
-class Whole:
+class Whole(NamedTuple):
     """A run that nothing interrupted, and what a kill could have left of it."""
 
     output: Path
@@ -182,6 +168,7 @@ def test_a_full_disk_is_one_message_and_loses_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kills_of_regeneration_lose_and_repeat_nothing(
     recipe: Path, whole_regeneration: Callable[[bool], Whole], tmp_path: Path
 ) -> None:
@@ -232,10 +219,10 @@ def test_every_kill_leaves_whole_checkpoints(whole_training: Whole, tmp_path: Pa
         steps = [int(path.name[-8:]) for path in list_checkpoints(checkpoints)]
         assert not list(checkpoints.glob("*.*")) and max(steps, default=0) >= newest
         newest = max(steps, default=0)
-    assert newest == STEPS
+    assert newest == 6
 
 
-@pytest.mark.parametrize("every", [19, *EVERY[1:]])
+@pytest.mark.parametrize("every", EVERY)
 def test_training_goes_on_from_whatever_a_kill_left(
     recipe: Path, whole_training: Whole, tmp_path: Path, every: int
 ) -> None:
@@ -310,6 +297,7 @@ def test_a_full_disk_keeps_the_checkpoints_that_there_are(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_kills_of_training_give_the_same_losses(recipe: Path, whole_training: Whole, tmp_path: Path) -> None:
     output = to_train(tmp_path)
     kill_again_and_again("train/eagle3.py", recipe, output, lambda: lines_in(output / "metrics.jsonl"))
