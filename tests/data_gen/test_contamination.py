@@ -24,6 +24,7 @@ from draftsmith.recipes.sections.data import DataSection
 from draftsmith.recipes.sections.eval import EvalSection
 from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run import inputs
+from tests.replay_cases import write_lines
 from tests.training_runs import run_main
 
 chance = random.Random(0)
@@ -48,23 +49,17 @@ def find(evaluation: list[Conversation], *texts: Any) -> tuple[str, str, float] 
 # What is found.
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "What is the capital of France?",
-        "  what IS the\ncapital -- of 'France' ",
-        "what is the capital of \uff26rance",  # a full-width F
-        [{"type": "text", "text": "What is the "}, {"type": "text", "text": "capital of France?"}],
-    ],
-)
-def test_equal_questions_whatever_case_spacing_and_signs(text: Any) -> None:
+def test_equal_questions_whatever_case_spacing_and_signs() -> None:
     evaluation = [asks("Who?", name="e0"), asks("What is the capital of France?", name="e1")]
-    assert find(evaluation, text) == ("e1", "exact", 1.0)
-    assert find(evaluation, "something else", text) == ("e1", "exact", 1.0)  # in a later turn
-    assert find(evaluation, f"{text} Tell me!") is None
-
-
-def test_scripts_and_signs() -> None:
+    full_width, parts = "what is the capital of \uff26rance", ("What is the ", "capital of France?")
+    for text in (
+        "  what IS the\ncapital -- of 'France' ",
+        full_width,
+        [{"type": "text", "text": part} for part in parts],
+    ):
+        assert find(evaluation, text) == ("e1", "exact", 1.0)
+        assert find(evaluation, "something else", text) == ("e1", "exact", 1.0)  # in a later turn
+        assert find(evaluation, f"{text} Tell me!") is None
     assert find([asks("Straße und Ärger", name="e")], "STRASSE UND A\u0308RGER!") == ("e", "exact", 1.0)
     text = "".join(chr(0x4E00 + i) for i in range(40))  # unspaced
     assert find([asks(text, name="e")], f"請問:{text[:30]}。") == ("e", "overlap", 0.643)  # 18 of 28
@@ -94,8 +89,6 @@ def test_only_user_turns_count() -> None:
     for role in ("system", "assistant", "tool"):
         messages = [{"role": "user", "content": "x"}, {"role": role, "content": "What is the capital of France?"}]
         assert index.find(Conversation("t", messages)) is None
-    malformed: list[Any] = [3, None, {"role": "user"}, {"role": "user", "content": [3, {"text": None}]}]
-    assert index.find(Conversation("t", malformed)) is None
 
 
 def test_the_most_similar_evaluation_turn_is_named() -> None:
@@ -130,7 +123,7 @@ EVALUATION = [f"evaluation question number {n} about the cat and the mat" for n 
 
 
 def recipe_of(tmp_path: Path, target_dir: Path, action: str, **data: Any) -> Recipe:
-    (tmp_path / "bench.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in EVALUATION))
+    write_lines(tmp_path / "bench.jsonl", *({"prompt": text} for text in EVALUATION))
     return Recipe(
         output_dir=str(tmp_path / "run"),
         target=TargetSection(model=str(target_dir), device="cpu"),
@@ -143,12 +136,12 @@ def write_training(path: Path) -> str:
     """Six conversations; the second and the fifth ask evaluation questions."""
     questions = [f"training question {n}" for n in range(6)]
     questions[1], questions[4] = EVALUATION[3].upper(), EVALUATION[0]
-    turns = [
-        [{"role": "user", "content": q}, {"role": "assistant", "content": f"a{n}"}] for n, q in enumerate(questions)
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"id": f"t{n}", "messages": m}) + "\n" for n, m in enumerate(turns)))
-    return str(path)
+    answer = {"role": "assistant", "content": "a"}
+    records = (
+        {"id": f"t{n}", "messages": [{"role": "user", "content": question}, answer]}
+        for n, question in enumerate(questions)
+    )
+    return str(write_lines(path, *records))
 
 
 def listed(recipe: Recipe) -> list[dict[str, Any]]:
@@ -160,13 +153,11 @@ def test_regeneration_lists_or_removes(
     tmp_path: Path, target_dir: Path, action: str, capsys: pytest.CaptureFixture
 ) -> None:
     recipe = recipe_of(tmp_path, target_dir, action, prompts=write_training(tmp_path / "p.jsonl"))
-    conversations = list(read_conversations(str(recipe.data.prompts), Rejects()))
     rejects = Rejects(tmp_path / "rejects.jsonl")
-    asked = [c.id for c in screen(recipe, conversations, rejects)]
+    asked = [c.id for c in screen(recipe, list(read_conversations(recipe.data.prompts, Rejects())), rejects)]
     printed = capsys.readouterr().out
-    assert len(asked) == (4 if action == "remove" else 6) and recipe.contamination_path.exists() == (action != "off")
     if action == "off":
-        assert not printed
+        assert len(asked) == 6 and not printed and not recipe.contamination_path.exists()
         return
     first, second = listed(recipe)
     wanted = {"id": "t1", "line": 2, "reason": "exact", "evaluation_id": "bench.jsonl:4", "benchmark": "bench"}
@@ -174,14 +165,15 @@ def test_regeneration_lists_or_removes(
     assert wanted.items() <= first.items()
     assert (second["id"], second["evaluation_id"]) == ("t4", "bench.jsonl:1")
     assert "2 of 6 training conversations ask what 4 evaluation conversations ask (2 exact; bench 2)" in printed
-    assert rejects.counts == ({"contaminated": 2} if action == "remove" else {})
-    if action == "remove":
-        assert asked == ["t0", "t2", "t3", "t5"]
-        entry = json.loads((tmp_path / "rejects.jsonl").read_text().splitlines()[0])
-        assert (entry["line"], entry["record"]["id"]) == (2, "t1") and entry["reason"].startswith("contaminated: exact")
-        same = recipe_of(tmp_path, target_dir, "remove", prompts=str(tmp_path / "bench.jsonl"))
-        with pytest.raises(UserError, match=r"all 4 conversations ask what eval\.prompts ask"):
-            screen(same, list(read_conversations(str(same.data.prompts), Rejects())), Rejects())
+    if action == "list":
+        assert len(asked) == 6 and not rejects.total
+        return
+    assert asked == ["t0", "t2", "t3", "t5"] and rejects.counts == {"contaminated": 2}
+    entry = json.loads((tmp_path / "rejects.jsonl").read_text().splitlines()[0])
+    assert (entry["line"], entry["record"]["id"]) == (2, "t1") and entry["reason"].startswith("contaminated: exact")
+    same = [asks(text) for text in EVALUATION]
+    with pytest.raises(UserError, match=r"all 4 conversations ask what eval\.prompts ask"):
+        screen(recipe, same, Rejects())
 
 
 @pytest.mark.parametrize("action", ["list", "remove", "off"])
@@ -205,24 +197,17 @@ def test_rank_vocab_and_training_leave_out_the_same(
 
 
 def test_what_regenerate_wrote_is_not_listed_twice(tmp_path: Path, target_dir: Path) -> None:
-    write_training(tmp_path / "run" / "conversations.jsonl")
-    recipe = recipe_of(tmp_path, target_dir, "list", prompts=write_training(tmp_path / "p.jsonl"))
-    assert overlap.training_check(recipe) is None
-    # Removal looks again: the file may be older than the wish.
-    removing = recipe_of(tmp_path, target_dir, "remove", prompts=str(tmp_path / "p.jsonl"))
-    rows, _ = inputs.read_rows(removing, TargetFiles(removing.target), Rejects())
-    assert {row.id for row in rows} <= {"t0", "t2", "t3", "t5"}
+    """Removal looks again: the file may be older than the wish."""
+    for action, wanted in (("list", False), ("remove", True)):
+        recipe = recipe_of(tmp_path, target_dir, action, prompts=str(tmp_path / "bench.jsonl"))
+        assert (overlap.training_check(recipe) is not None) is wanted
 
 
 def test_evaluation_prompts_that_cannot_be_read(
     tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """They stop nothing where findings are only listed; nothing is left out by half a check."""
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
+    monkeypatch.setattr(datasets, "load_dataset", None)  # as without a network
     own = write_training(tmp_path / "own.jsonl")
     conversations = list(read_conversations(own, Rejects()))
     sources = ["mt_bench", str(tmp_path / "gone.jsonl"), str(tmp_path / "bench.jsonl")]
@@ -236,14 +221,10 @@ def test_evaluation_prompts_that_cannot_be_read(
     for said in ("mt_bench: datasets cannot fetch", f"no such file: {tmp_path / 'gone.jsonl'}"):
         assert f"no contamination check against eval.prompts: {said}" in printed
     assert "2 of 6 training conversations" in printed
-    for check in (
-        lambda: screen(removing, conversations, Rejects()),
-        lambda: inputs.read_rows(removing, TargetFiles(removing.target), Rejects()),
-    ):
-        with pytest.raises(UserError) as caught:
-            check()
-        mt_bench, gone, advice = caught.value.problems
-        assert "cannot fetch" in mt_bench and "no such file" in gone and "data.contamination=list" in advice
+    with pytest.raises(UserError) as caught:
+        screen(removing, conversations, Rejects())
+    mt_bench, gone, advice = caught.value.problems
+    assert "cannot fetch" in mt_bench and "no such file" in gone and "data.contamination=list" in advice
 
 
 # The script.
