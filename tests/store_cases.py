@@ -113,15 +113,11 @@ def assert_same_store(mine: Path, captured: Path) -> None:
     """The same files; states equal to the rounding of products in batches of other shapes."""
     ours, theirs = StoreManifest.read(mine), StoreManifest.read(captured)
     assert ours is not None and theirs is not None and ours.complete
-    assert list(ours.made_of.items()) == list(theirs.made_of.items())
-    assert ours.files == theirs.files and ours.shards.keys() == theirs.shards.keys()
-    # A killed process may leave its lock, which nobody holds.
+    assert list(ours.made_of.items()) == list(theirs.made_of.items()) and ours.files == theirs.files
     names = [{path.relative_to(folder) for path in folder.rglob("*")} - {Path(".lock")} for folder in (mine, captured)]
     assert names[0] == names[1]
     for number, shard in ours.shards.items():
-        assert {k: v for k, v in shard.items() if k != "sha256"} == {
-            k: v for k, v in theirs.shards[number].items() if k != "sha256"
-        }
+        assert shard | {"sha256": ""} == theirs.shards[number] | {"sha256": ""}
         own, its = load_file(mine / shard["file"]), load_file(captured / shard["file"])
         assert own.keys() == its.keys()
         for name in own:

@@ -15,6 +15,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from tests.conftest import make_tokenizer
+from tests.data_gen.test_crashes import cut
 from tests.data_gen.test_drafted_answers import add_drafter
 from tests.data_gen.test_regenerate import Workspace
 from tests.data_gen.test_regenerate import place as place  # the fixture
@@ -28,20 +29,17 @@ EAGLE = "drafter={kind: eagle}"
 
 def states_of(place: Workspace, *more: str, dtype: str = "float32", name: str = "states") -> list[str]:
     """Arguments of a run that stores states in several shards."""
-    arguments = [
-        f"data.states={place.folder / name}",
-        f"data.capture.dtype={dtype}",
-        *SMALL_SHARDS,
-    ]
-    return [*arguments, *(more or (LAYERS,))]
+    return [f"data.states={place.folder / name}", f"data.capture.dtype={dtype}", *SMALL_SHARDS, *(more or (LAYERS,))]
 
 
 def capture(place: Workspace, *arguments: str) -> None:
     run_main(capture_script, place.recipe, *arguments)
 
 
-def no_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("the target was loaded"))
+def assert_as_captured(place: Workspace, *arguments: str, **how: str) -> None:
+    """The stored states are those that a run of the target gives."""
+    capture(place, *states_of(place, *arguments, **how, name="captured"))
+    assert_same_store(place.folder / "states", place.folder / "captured")
 
 
 @pytest.mark.parametrize(
@@ -62,9 +60,8 @@ def test_the_store_is_there_when_the_answers_are(
     assert {len(turn["output_token_ids"]) == 1 for turn in turns} == {True, False}
     written = {record["id"]: record["turns"] for record in place.records()}
     assert written == {record["id"]: record["turns"] for record in place.records(place.folder / "plain.jsonl")}
-    capture(place, "data.max_length=36", *states_of(place, drafter, dtype=dtype, name="captured"))
-    assert_same_store(place.folder / "states", place.folder / "captured")
-    no_target(monkeypatch)
+    assert_as_captured(place, drafter, "data.max_length=36", dtype=dtype)
+    monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("the target was loaded"))
     capture(place, "data.max_length=36", *states_of(place, drafter, dtype=dtype))
 
 
@@ -77,8 +74,7 @@ def test_templates_that_rewrite_history_give_a_row_for_each_turn(place: Workspac
     place.ask(9)
     place.run(*states_of(place))
     assert len(rows_of(load_recipe(place.recipe, states_of(place)))) > len(place.records())
-    capture(place, *states_of(place, name="captured"))
-    assert_same_store(place.folder / "states", place.folder / "captured")
+    assert_as_captured(place)
 
 
 def test_capture_adds_only_what_was_answered_without_states(
@@ -103,22 +99,15 @@ def test_capture_adds_only_what_was_answered_without_states(
     assert f"written        {total - before} of {total} rows with their answers" in capsys.readouterr().out
     capture(place, *states_of(place))
     assert len(ran) == before and all(int(name[1:]) < 5 for name in ran)
-    capture(place, *states_of(place, name="captured"))
-    assert_same_store(place.folder / "states", place.folder / "captured")
-
-
-def cut_the_end(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-9])
+    assert_as_captured(place)
 
 
 def zeros(path: Path) -> None:
     path.write_bytes(b"\0" * path.stat().st_size)  # as a power cut may leave it
 
 
-@pytest.mark.parametrize("harm", a_few([cut_the_end, zeros, Path.unlink], zeros))
-def test_damaged_rows_are_captured_anew(
-    place: Workspace, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize("harm", a_few([cut, zeros, Path.unlink], zeros))
+def test_damaged_rows_are_captured_anew(place: Workspace, harm: Callable[[Path], None]) -> None:
     place.ask(6)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capturing.Capture, "run", lambda *_: None)  # killed before it
@@ -126,8 +115,7 @@ def test_damaged_rows_are_captured_anew(
     harm(next((place.folder / "states/written").glob("*.safetensors")))
     place.run(*states_of(place))  # all is answered: makes the store if all rows are there
     capture(place, *states_of(place))
-    capture(place, *states_of(place, name="captured"))
-    assert_same_store(place.folder / "states", place.folder / "captured")
+    assert_as_captured(place)
 
 
 def test_states_of_two_kinds_do_not_mix(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
