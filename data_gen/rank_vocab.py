@@ -8,10 +8,10 @@
         data.ranking.sources='[{source: README.md}, {source: "docs/*.md", weight: 2}]'
 
 Counts the tokens that training supervises, or the corpora of data.ranking.sources (docs/prompts-and-answers.md). Writes
-into <output_dir>: draft_vocab.safetensors (EAGLE-3's d2t and t2d) and token_counts.safetensors, which
-eval.tree.vocab_size uses to cut any drafter's vocabulary further while decoding (FR-Spec). With drafter.init_from, the
-draft vocabulary is that drafter's, and the counts only show how much of the text it covers. The mapping of a trained
-drafter never changes: if checkpoints exist, another mapping is refused. The counts are always rewritten.
+into <output_dir>: draft_vocab.safetensors (EAGLE-3's d2t and t2d) and token_counts.safetensors, by which
+eval.tree.vocab_size cuts any drafter's vocabulary further while decoding (FR-Spec). With drafter.init_from, the draft
+vocabulary is that drafter's, and the counts only show how much of the text it covers. If checkpoints exist, another
+mapping is refused.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run

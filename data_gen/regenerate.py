@@ -5,13 +5,12 @@
     python data_gen/regenerate.py recipes/demo.yaml --plan                                     # what it would do
 
 Reads data.prompts and writes <output_dir>/conversations.jsonl: one line per conversation, with the token ids of every
-answer. The target answers in this process or on servers (docs/prompts-and-answers.md). A stopped run resumes where it
-was. The file records what was asked, so other prompts with the same ids are refused. Prompts that cannot be asked go to
-conversations.rejects.jsonl with the reason. Prompts that failing servers left unanswered are asked in the next run.
-With data.states, a target in this process also stores the hidden states that training reads (docs/training.md).
+answer. The target answers in this process or on servers (docs/prompts-and-answers.md), also about pictures
+(docs/pictures.md). A stopped run resumes where it was, and asks again what failing servers left unanswered. The file
+records what was asked, so other prompts with the same ids are refused. Prompts that cannot be asked go to
+conversations.rejects.jsonl with the reason. With data.states, a target in this process also stores the hidden states
+that training reads (docs/training.md).
 
-- A vision-language target may be asked about pictures (docs/pictures.md). The messages name them by path and sha256.
-  Such answers are sampled, unless the recipe says otherwise.
 - Every user turn gets one answer. The source's own answers are dropped. An assistant turn that calls tools is kept with
   the results that follow it, and the answer comes after them.
 - An answer that is cut (finish_reason `length`) ends its conversation, and so does a next prompt that does not fit

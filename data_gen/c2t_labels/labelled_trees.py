@@ -4,8 +4,7 @@
     accepted   [R] bool         the node lies on the path that the target accepts
     sizes      [T] int64        rows of each tree; the trees stand one after another
 
-Its metadata holds JSON: `drafter` (`contenders.loaded_identity`), which the classifier keeps, and how the trees were
-made.
+Its metadata, JSON, say how the trees were made; the classifier keeps `drafter` (`contenders.loaded_identity`).
 
 Shapes: R rows (nodes), T trees.
 """

@@ -89,12 +89,11 @@ def main(command: Command) -> None:
 
 
 def labelled_contender(recipe: Recipe, files: TargetFiles, name: str | None = None) -> Contender:
-    """The contender that drafts, with labels.draft_calls, labels.top_k, and its own vocabulary cut.
+    """The contender that drafts, with labels.draft_calls, labels.top_k, and its own vocabulary cut. Raises UserError with
+    all problems: of its name, drafter and trees, and of labels.out.
 
     Args:
         name: of one under eval.also; None: the recipe's own.
-
-    Raises UserError with all problems: of its name, drafter and trees, and of labels.out.
     """
     section, positions, problems = recipe.labels, files.positions, list[str]()
     contenders = {contender.name: contender for contender in contenders_of(recipe)}
@@ -118,10 +117,8 @@ def labelled_contender(recipe: Recipe, files: TargetFiles, name: str | None = No
 
 
 def answers_to_label(recipe: Recipe, files: TargetFiles) -> tuple[Recording, list[RecordedAnswer]]:
-    """The recorded answers of two tokens or more, shuffled by a hash of their ids.
-
-    Raises UserError for missing or damaged answers, or answers recorded from another target.
-    """
+    """The recorded answers of two tokens or more, shuffled by a hash of their ids. Raises UserError for missing, damaged
+    or another target's answers."""
     path = answers_or_conversations(recipe.labels.answers, recipe, "labels.answers")
     only, note = not_trained_on(recipe, path)
     recording = read_answers(path, only=only)
@@ -216,10 +213,8 @@ def label(
 def label_all(
     models: LoadedModels, contender: Contender, section: LabelSection, answers: Sequence[RecordedAnswer]
 ) -> Trees:
-    """The trees along all answers, or along the first that together have labels.max_rows rows.
-
-    Raises UserError if the answers are another target's, or if the drafter's distributions are NaN.
-    """
+    """The trees along all answers, or along the first that together have labels.max_rows rows. Raises UserError if the
+    answers are another target's, or if the drafter's distributions are NaN."""
     target, agreement, drafting = models.target, Agreement.of(models.target), loaded_drafting(models, contender)
     found: list[Labelled] = []
     rows, most = 0, section.max_rows or math.inf

@@ -1,7 +1,7 @@
 """Stores the target's states while `draftsmith regenerate` writes answers; then `draftsmith capture` need not run it.
 
-A row's states are written before its conversation's line: what has a line has states, unless it was written without
-data.states. Rows without a line are made again. After the last answer the rows go into shards (`capturing.complete`).
+A row's states are written before its conversation's line; rows without a line are made again. After the last answer the
+rows go into shards (`capturing.complete`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -94,28 +94,20 @@ class RecordingSession(TargetSession):
 
 
 class AnswerStates:
-    """The states of answers under way.
+    """The states of answers under way."""
 
-    Args:
-        num_layers: of the target; its last state has this number.
-    """
-
-    def __init__(self, written: WrittenRows, wanted: WantedStates, num_layers: int):
+    def __init__(self, written: WrittenRows, wanted: WantedStates):
         self.written, self.wanted = written, wanted
-        self.recorded = (*wanted.layers, num_layers) if wanted.has_last else wanted.layers
         # By conversation, its turns. A turn that the next one continues needs no states: the next one has them, too.
         self._turns: dict[str, list[tuple[Turn, Encoded | None]]] = {}
 
     def session(self, target: Target, capture: Sequence[int]) -> RecordingSession:
         """A session whose rows `take` is given. Its caller gets the states of the layers `capture`."""
-        return RecordingSession(target, capture, self.recorded, self.wanted.encoding)
+        last = [target.num_layers] if self.wanted.has_last else []
+        return RecordingSession(target, capture, [*self.wanted.layers, *last], self.wanted.encoding)
 
     def take(self, key: tuple[str, int], prompt: Sequence[int], output: list[int], states: Encoded) -> None:
-        """Keeps the states of a turn: of its prompt and its answer, at least up to the answer's last token but one.
-
-        Args:
-            key: the conversation's id, and the turn's number in it.
-        """
+        """Keeps the states of a turn: of its prompt and its answer, at least up to the answer's last token but one."""
         turns, asked = self._turns.setdefault(key[0], []), Prompt.of(prompt)
         if turns and asked.begins_with(turns[-1][0].prompt.then(turns[-1][0].output)):
             turns[-1] = (turns[-1][0], None)
@@ -131,10 +123,7 @@ class AnswerStates:
 
 
 def wanted_states(recipe: Recipe, files: TargetFiles) -> WantedStates | None:
-    """What is to be stored, before anything is loaded; None: nothing.
-
-    Raises UserError if the folder cannot be used, or holds rows of other states.
-    """
+    """What is to be stored, or None. Raises UserError if the folder cannot be used, or holds rows of other states."""
     directory, generator = recipe.states_dir, recipe.data.generator
     if recipe.data.states is None or generator.kind != "transformers":
         return None
@@ -154,10 +143,7 @@ def wanted_states(recipe: Recipe, files: TargetFiles) -> WantedStates | None:
 
 @contextmanager
 def storing(recipe: Recipe, asked: WantedStates, files: TargetFiles, target: Target) -> Iterator[AnswerStates]:
-    """Locks the folder of states and opens it for rows.
-
-    Raises UserError if it cannot be written, if another run is writing there, or if it holds rows of other states.
-    """
+    """Locks the folder of states and opens it. Raises UserError if it is locked, or holds rows of other states."""
     directory = recipe.states_dir
     made_of = asked.made_of | {"target": asked.target_identity(files, target)}
     with alone_in(directory):
@@ -169,4 +155,4 @@ def storing(recipe: Recipe, asked: WantedStates, files: TargetFiles, target: Tar
                 StoreManifest(made_of, 0, save_target(files, target, directory)).write(written.folder)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{directory}: cannot be written ({first_line(error)}): make room") from error
-        yield AnswerStates(written, asked, target.num_layers)
+        yield AnswerStates(written, asked)

@@ -1,8 +1,7 @@
 """Writes the target's hidden states to disk, behind data_gen/capture.py.
 
-Of several processes, each makes the shards whose number divided by the number of processes leaves its rank. They do
-not talk to each other: rank 0 also checks the room on the disk and writes target/ and the manifest, and whoever
-finds the store complete says so.
+Several processes share the shards (`is_own`) and do not talk to each other: rank 0 also checks the room on the disk and
+writes target/ and the manifest, and whoever finds the store complete says so.
 """
 
 import shutil
@@ -102,7 +101,7 @@ def main(command: Command) -> None:
 
 
 def complete(recipe: Recipe, target: Target | None = None) -> None:
-    """Makes the store from the rows that regeneration has written, if these are all. Pictures need `target`."""
+    """Makes the store from the rows that regeneration has written, if these are all."""
     directory = recipe.states_dir
     if recipe.data.states is None or not (directory / WRITTEN).exists():
         return
@@ -115,8 +114,7 @@ def complete(recipe: Recipe, target: Target | None = None) -> None:
             return
         capture = Capture(recipe, TargetFiles(recipe.target), Rejects())
         clear_leftovers(directory)
-        left = [row for row in capture.rows_to_make if row not in capture.written]
-        if left or (target is None and capture.needs_target):
+        if left := [row for row in capture.rows_to_make if row not in capture.written]:
             total = len(capture.rows)
             print(
                 f"{directory}: the states of {total - len(left):,} of {total:,} rows are stored; `draftsmith capture` "
@@ -138,20 +136,12 @@ def clear_leftovers(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class WantedStates:
-    """
-    Attributes:
-        layers: the S captured ones.
-        has_last: the teacher's last states are stored separately.
-        picture_states: whether states of pictures are stored.
-        made_of: the manifest's, as far as it is known before the target is loaded and rows are read.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # the S captured ones
     hidden_size: int
     encoding: Encoding
-    has_last: bool
-    picture_states: bool
-    made_of: dict[str, Any]
+    has_last: bool  # the teacher's last states are stored separately
+    picture_states: bool  # whether states of pictures are stored
+    made_of: dict[str, Any]  # the manifest's, as far as it is known before the target is loaded and rows are read
 
     @classmethod
     def of(cls, recipe: Recipe, files: TargetFiles) -> "WantedStates":
@@ -209,14 +199,12 @@ class WantedStates:
 
 
 class Capture:
-    """The store that a recipe asks for, and what its folder holds of it.
+    """The store that a recipe asks for, and what its folder holds. Raises UserError if it holds other states.
 
     Attributes:
         shards: the rows of each shard.
         made_of: the manifest's, as far as it is known before the target is loaded.
         manifest: the folder's, without damaged shards; a new one if it has none.
-
-    Raises UserError if the folder holds other states.
     """
 
     def __init__(self, recipe: Recipe, files: TargetFiles, rejects: Rejects, verify: bool = False):
@@ -235,7 +223,7 @@ class Capture:
             self.written.manifest.refuse_if_other(self.wanted.made_of, self.directory)
 
     def _whole_part(self, verify: bool) -> StoreManifest:
-        """`manifest`. Each process verifies the shards that it would make."""
+        """`manifest`. Each process verifies its own shards."""
         manifest = StoreManifest.read(self.directory)
         if manifest is None:
             return StoreManifest(self.made_of, len(self.shards))
@@ -269,9 +257,9 @@ class Capture:
 
     @property
     def needs_target(self) -> bool:
-        """Whether files are missing that cannot be made from written rows alone."""
+        """Whether the missing files cannot be made from written rows alone."""
         rows, written = self.rows_to_make, self.written
-        return (not self.manifest.files or bool(rows)) and (
+        return (
             written.manifest is None
             or not (self.manifest.files or target_is_whole(self.directory, written.manifest, verify=False))
             or any(row not in written for row in rows)
@@ -410,10 +398,8 @@ def states_of(rows: Sequence[TrainingRow], target: Target, wanted: WantedStates)
 
 
 def device_of_rank(wanted: str) -> str | None:
-    """The device of this process's target, or None if `wanted`, which is target.device, decides.
-
-    Raises UserError if this machine has fewer devices than processes.
-    """
+    """The device of this process's target, or None if `wanted`, which is target.device, decides. Raises UserError if
+    this machine has fewer devices than processes."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     given = torch.device((accelerator or "cpu") if wanted == "auto" else wanted)
     if world_size() == 1 or given.type == "cpu" or given.index is not None:

@@ -1,11 +1,7 @@
 """A store's manifest, and the entries of its shards.
 
-    manifest.json       what determines the states, the number of shards, size and sha256 of each file in target/
-    shard-00000.json    size, sha256 and counts of shard-00000.safetensors, and a digest of what determines its states
-
 Every file is written atomically (`recipes.files.atomic`), a shard's entry after the shard. So a shard with an entry is
-whole, a kill costs only unfinished shards, and processes that share a capture need not know of each other: each
-writes entries of its own.
+whole, a kill costs only unfinished shards, and processes that share a capture need not know of each other.
 """
 
 import hashlib
@@ -29,18 +25,10 @@ ENTRY = ("file", "bytes", "sha256", "made_of", "rows", "tokens", "teacher_tokens
 
 @dataclass
 class StoreManifest:
-    """
-    Args:
-        made_of: everything that determines the shards.
-        of: number of shards of the complete store.
-        files: size and sha256 of each file in target/.
-        shards: entries by number.
-    """
-
-    made_of: dict[str, Any]
-    of: int
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    shards: dict[int, dict[str, Any]] = field(default_factory=dict)
+    made_of: dict[str, Any]  # everything that determines the shards
+    of: int  # shards of the complete store
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)  # size and sha256 of each file in target/
+    shards: dict[int, dict[str, Any]] = field(default_factory=dict)  # entries by number
 
     @property
     def complete(self) -> bool:
@@ -64,10 +52,7 @@ class StoreManifest:
 
     @classmethod
     def read(cls, directory: Path) -> "StoreManifest | None":
-        """The manifest with the entries that are there, or None if there is no manifest yet.
-
-        Raises UserError for a damaged manifest, another kind of file, or shards of other states.
-        """
+        """The manifest with its entries, or None. Raises UserError for damage or shards of other states."""
         path = directory / MANIFEST
         try:
             fields = json_object(path.read_bytes(), "kind", "of_shards", "made_of", "target_files")

@@ -24,16 +24,15 @@ a span (s, e) needs the last states of s to e - 2:
     captured      *  *  *  *  *  *  *  *
     last                      *  *  *  *
 
-A ViSpec drafter reads no state in a picture's columns: it has none there, or compressed tokens (`models.vispec`). A
-store for ViSpec leaves these states out (`picture_states: false` in the manifest) and serves ViSpec alone; any other
-store serves every drafter. Column 6 is the first behind the picture:
+A ViSpec drafter reads no state in a picture's columns (`models.vispec`). Its store leaves these states out
+(`picture_states: false` in the manifest) and serves ViSpec alone. Column 6 is the first behind the picture:
 
     position      0  1  2  3  4  5  6  7  8
     token         u  u  P  P  P  P  P  u  A
     captured      *                 *  *
 
-Rows are sorted into shards by their keys, which are random. A shard is therefore a fair sample, and training shuffles
-shards, then the rows of a few neighbouring shards (`train.run.state_sources`).
+Rows are sorted into shards by their keys, which are random, so a shard is a fair sample. Training shuffles shards, then
+the rows of a few neighbouring shards (`train.run.state_sources`).
 
 Shapes: N tokens, S captured states of width H, M teacher positions, R rows, T tokens of a row.
 """
@@ -141,10 +140,8 @@ def stored_tokens(row: TrainingRow, picture_states: bool) -> int:
 
 
 def teacher_positions(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Positions with a last state that teaches some column, ascending. The first token has no column before it.
-
-    Later steps reuse the teachers of step 0's other columns (`models.alignment`), so K does not matter.
-    """
+    """Positions with a last state that teaches some column, ascending. The first token has no column before it. Later
+    steps reuse the teachers of step 0's other columns (`models.alignment`)."""
     return [position for start, end in spans for position in range(max(start, 1), end - 1)]
 
 
@@ -203,14 +200,11 @@ def _finite(parts: Parts) -> bool:
 
 
 class WrittenRows:
-    """Rows whose states were stored while their answers were written, until they are in a store's shards.
+    """Rows whose states were stored while their answers were written: written/manifest.json, written/<key>.safetensors.
 
-        written/manifest.json           the target, layers and dtype
-        written/<key>.safetensors       a row: `captured`, `last` and their scales, as a shard holds them
-
-    Rows lie in shards in the order of their keys, which are digests of the answers, so a row's shard is known only when
-    all answers are. A row's file goes when its shard is written: a store takes its own space on disk and little more.
-    `draftsmith capture` runs the target for rows whose file is missing or damaged.
+    A row's shard is known only when all answers are, because keys are digests of the answers. A row's file goes when
+    its shard is written: a store takes its own space on disk and little more. `draftsmith capture` runs the target for
+    rows whose file is missing or damaged.
 
     Attributes:
         manifest: of the folder; None: regeneration has stored nothing.
@@ -222,7 +216,6 @@ class WrittenRows:
 
     @property
     def bytes(self) -> int:
-        """Size of all rows."""
         return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
 
     def __contains__(self, row: TrainingRow) -> bool:
@@ -280,7 +273,7 @@ class RowStates(NamedTuple):
 class Store:
     """A complete store, opened for reading, by one thread at a time.
 
-    Raises UserError if there is no store, if it is unfinished, or for all files that are missing or of another size.
+    Raises UserError if there is none, or for all files that are missing or of another size.
     """
 
     def __init__(self, directory: Path):
@@ -317,11 +310,10 @@ class Store:
         )
 
     def missing(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-        """The rows that are not stored."""
         return [row for row in rows if key_of(row) not in self._places]
 
     def shard_of(self, row: TrainingRow) -> int:
-        """The number of the shard that holds the row's states."""
+        """The number of a stored row's shard."""
         return self._places[key_of(row)][0]
 
     def read(self, row: TrainingRow) -> RowStates:

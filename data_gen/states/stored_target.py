@@ -6,8 +6,6 @@
     pictures/<digest>.safetensors    rows [n, H], input embeddings of a picture as `DecoderInputs.embeddings` has them,
                                      in the target's dtype; their sha256 is in the header
 
-Pictures have a file each, however many rows show them. The states behind the embeddings are in the shards.
-
 Shapes: V vocabulary, H hidden size, n tokens of a picture.
 """
 
@@ -40,7 +38,7 @@ LOGITS = ("model_type", "logits_scaling", "logit_scale", "final_logit_softcappin
 
 
 def logit_settings(config: Any) -> dict[str, Any]:
-    """The settings of a text config that determine logits from final states."""
+    """The settings of a text config that turn final states into logits."""
     return {name: getattr(config, name, None) for name in LOGITS}
 
 
@@ -82,7 +80,7 @@ def check_head(target: Target) -> None:
 
 
 class StoredTarget(Target):
-    """Replaces the target when states are read from a store: head, embeddings and config, but no layers.
+    """Head, embeddings and config in place of a target whose states are read from a store.
 
     Args:
         config: the text config of the recipe's target, already compared with the store's.
@@ -166,11 +164,7 @@ def save_pictures(rows: Sequence[TrainingRow], target: Target, store: Path) -> N
 
 
 def drop_damaged(rows: Sequence[TrainingRow], store: Path, verify: bool) -> Iterator[str]:
-    """Deletes the rows' damaged pictures. Yields a message for each, missing ones included.
-
-    Args:
-        verify: also compare the sha256.
-    """
+    """Deletes the rows' damaged pictures, with `verify` also by sha256. Yields a message for these and missing ones."""
     for insert in inserts_of(rows).values():
         path = _picture_path(store, insert)
         try:

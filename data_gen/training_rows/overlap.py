@@ -116,7 +116,7 @@ class Check:
     """Compares training conversations with all of eval.prompts.
 
     Args:
-        remove: leave matches out. Raises UserError if a source of eval.prompts cannot be read then.
+        remove: leave matches out. A source of eval.prompts that cannot be read is a UserError then.
     """
 
     def __init__(self, recipe: Recipe, remove: bool):
@@ -172,14 +172,8 @@ class Check:
 def screen(
     recipe: Recipe, conversations: list[Conversation], rejects: Rejects, write: bool = True
 ) -> list[Conversation]:
-    """The conversations to ask: all, or, if data.contamination is `remove`, those without a match. Reports matches.
-
-    Args:
-        rejects: receives the conversations that are left out.
-        write: as of `Check.report`.
-
-    Raises UserError if none is left, and as `Check` does.
-    """
+    """The conversations to ask: all, or, if data.contamination is `remove`, those without a match; the others go to
+    `rejects`. Reports matches, as `Check.report` does. Raises UserError if none is left."""
     if recipe.data.contamination == "off" or recipe.eval.prompts is None:
         return conversations
     check, clean = Check(recipe, recipe.data.contamination == "remove"), []
@@ -197,10 +191,10 @@ def screen(
 
 
 def training_check(recipe: Recipe) -> Check | None:
-    """The check of the conversations that training reads, or None if none is needed.
+    """The check of the conversations that training reads, or None.
 
-    Regenerated conversations were checked when they were written, so `list` checks only other ones. `remove` checks
-    all, because they may be older than that setting.
+    Regenerated ones were checked when they were written, so `list` checks only others. `remove` checks all, because
+    they may be older than that setting.
     """
     action = recipe.data.contamination
     if recipe.eval.prompts is None or not (action == "remove" or (action == "list" and _from_elsewhere(recipe))):

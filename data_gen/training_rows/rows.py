@@ -86,10 +86,7 @@ class TrainingRow:
 
 
 def usable_rows(recipe: Recipe, files: TargetFiles, rejects: Rejects) -> list[TrainingRow]:
-    """A recipe's rows for training, validation and capture: those with an answer of two tokens or more, in file order.
-
-    Raises UserError if there are no usable conversations.
-    """
+    """A recipe's rows for training, validation and capture, in file order. Raises UserError if there are none."""
     require_files(made_by("regenerate", recipe))
     # What `list` finds, rank_vocab has reported.
     check = training_check(recipe) if recipe.data.contamination == "remove" else None
@@ -113,13 +110,12 @@ def training_rows(
     rejects: Rejects,
     leave_out: Callable[[Conversation], str | None] | None = None,
 ) -> Iterator[TrainingRow]:
-    """The rows of a conversations file, in its order.
+    """The rows of a conversations file, in its order: regenerated conversations, those with their own answers in any
+    format of `recipes.prompts`, or both.
 
     Raises UserError for a missing file, another tokenizer's tokens, or a file without a usable row.
 
     Args:
-        path: regenerated conversations, or conversations with their own answers in any format of `recipes.prompts`, or
-            both.
         max_length: longer rows go to `rejects`.
         leave_out: called for every readable conversation; gives the reason to leave it out.
     """
@@ -206,11 +202,8 @@ def _no_place(content: bytes) -> str:
 def turns_of_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
 ) -> list[Turn]:
-    """Prompt and output of every assistant message, by the tokenizer's chat template.
-
-    Raises RenderError if the template refuses the messages, and ValueError, "kind: detail", if it does not show which
-    tokens the assistant writes.
-    """
+    """Prompt and output of every assistant message, by the tokenizer's chat template. Raises RenderError if it refuses
+    the messages, and ValueError, "kind: detail", if it does not show which tokens the assistant writes."""
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise ValueError("no assistant turn: nothing to train on")
@@ -275,11 +268,8 @@ def _marked(mask: Sequence[bool], at: int, number: int, whole: bool) -> tuple[in
 
 
 def _with_thought(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any], ids: Prompt, number: int) -> list[int]:
-    """The answer's tokens behind a prompt that ends with `<think>`, if the template writes no thought back.
-
-    Args:
-        ids: the conversation as the template writes it.
-    """
+    """The answer's tokens behind a prompt that ends with `<think>`, if the template, which gives `ids`, writes no thought
+    back."""
     content, reasoning = message.get("content") or "", message.get("reasoning_content")
     if reasoning:
         content = f"{reasoning.strip()}\n</think>\n\n{content}"
@@ -296,14 +286,8 @@ def _with_thought(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any], i
 def _with_stop(
     tokenizer: PreTrainedTokenizerBase, ids: Prompt, start: int, end: int, following: str, number: int
 ) -> list[int]:
-    """The answer in ids[start:end] up to the stop token, which may stand behind it, or which the next message brings.
-
-    Args:
-        following: role of the next message.
-
-    Raises:
-        ValueError: text follows the first stop token.
-    """
+    """The answer in ids[start:end] up to the stop token, which may stand behind it, or which the next message, of the
+    role `following`, brings. Raises ValueError if text follows the first stop token."""
     ends = turn_ends(tokenizer)
     stop = next((i for i in range(start, len(ids)) if ids[i] in ends.stops), None)
     if stop is not None and stop < end and not is_blank(tokenizer, ids[stop + 1 : end], skip_special_tokens=True):
