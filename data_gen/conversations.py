@@ -19,9 +19,9 @@ def main() -> None:
     )
     if not command.plan:
         require_files(made_by("regenerate", command.recipe))
-    from draftsmith.data_gen.training_rows import shown as shown_rows
+    from draftsmith.data_gen.training_rows.rows import show
 
-    shown_rows.main(command)
+    show(command)
 
 
 if __name__ == "__main__":

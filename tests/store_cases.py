@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from draftsmith.data_gen import capture as script
-from draftsmith.data_gen.states.manifest import StoreManifest
+from draftsmith.data_gen.states.store import StoreManifest
 from draftsmith.data_gen.training_rows.rows import TrainingRow, usable_rows
 from draftsmith.models.drafters import states_read
 from draftsmith.models.target import Target

@@ -89,8 +89,8 @@ def main(command: Command) -> None:
 
 
 def labelled_contender(recipe: Recipe, files: TargetFiles, name: str | None = None) -> Contender:
-    """The contender that drafts, with labels.draft_calls, labels.top_k, and its own vocabulary cut. Raises UserError with
-    all problems: of its name, drafter and trees, and of labels.out.
+    """The contender that drafts, with labels.draft_calls, labels.top_k, and its own vocabulary cut. Raises UserError
+    with all problems: of its name, drafter and trees, and of labels.out.
 
     Args:
         name: of one under eval.also; None: the recipe's own.
@@ -117,8 +117,8 @@ def labelled_contender(recipe: Recipe, files: TargetFiles, name: str | None = No
 
 
 def answers_to_label(recipe: Recipe, files: TargetFiles) -> tuple[Recording, list[RecordedAnswer]]:
-    """The recorded answers of two tokens or more, shuffled by a hash of their ids. Raises UserError for missing, damaged
-    or another target's answers."""
+    """The recorded answers of two tokens or more, shuffled by a hash of their ids. Raises UserError for missing,
+    damaged or another target's answers."""
     path = answers_or_conversations(recipe.labels.answers, recipe, "labels.answers")
     only, note = not_trained_on(recipe, path)
     recording = read_answers(path, only=only)

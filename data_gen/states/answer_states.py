@@ -11,8 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from draftsmith.data_gen.states.capturing import WantedStates
-from draftsmith.data_gen.states.manifest import StoreManifest
-from draftsmith.data_gen.states.store import WRITTEN, Encoded, Encoding, WrittenRows
+from draftsmith.data_gen.states.store import WRITTEN, Encoded, Encoding, StoreManifest, WrittenRows
 from draftsmith.data_gen.states.stored_target import save_target, target_is_whole
 from draftsmith.data_gen.training_rows.rows import Turn, is_usable, rows_of
 from draftsmith.models.prompt import Prompt

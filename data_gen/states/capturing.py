@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
-from draftsmith.data_gen.states.manifest import StoreManifest, file_problem
 from draftsmith.data_gen.states.store import (
     ENCODINGS,
     KEY_BYTES,
@@ -24,7 +23,9 @@ from draftsmith.data_gen.states.store import (
     Encoded,
     Encoding,
     Parts,
+    StoreManifest,
     WrittenRows,
+    file_problem,
     key_of,
     length_of,
     rows_identity,

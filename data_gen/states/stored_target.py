@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
-from draftsmith.data_gen.states.manifest import StoreManifest, file_problem
-from draftsmith.data_gen.states.store import REPAIR, Store, length_of
+from draftsmith.data_gen.states.store import REPAIR, Store, StoreManifest, file_problem, length_of
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.prompt import Insert
 from draftsmith.models.target import Target

@@ -22,6 +22,8 @@ template writes behind it (a line break) does not.
 """
 
 import re
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +48,10 @@ from draftsmith.models.context_limits import bounded_rows, longest_row
 from draftsmith.models.prompt import Insert, Prompt
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.turn_ends import is_blank, turn_ends
+from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.launch import rank
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.pictures import with_named_pictures
@@ -268,8 +272,8 @@ def _marked(mask: Sequence[bool], at: int, number: int, whole: bool) -> tuple[in
 
 
 def _with_thought(tokenizer: PreTrainedTokenizerBase, message: dict[str, Any], ids: Prompt, number: int) -> list[int]:
-    """The answer's tokens behind a prompt that ends with `<think>`, if the template, which gives `ids`, writes no thought
-    back."""
+    """The answer's tokens behind a prompt that ends with `<think>`, if the template, which gives `ids`, writes no
+    thought back."""
     content, reasoning = message.get("content") or "", message.get("reasoning_content")
     if reasoning:
         content = f"{reasoning.strip()}\n</think>\n\n{content}"
@@ -308,3 +312,46 @@ def _with_stop(
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | turn_ends(tokenizer).stops
+
+
+# Showing rows.
+
+
+def show(command: Command) -> None:
+    """Prints rows and a summary, behind data_gen/conversations.py."""
+    recipe, path = command.recipe, command.recipe.conversations_path
+    if command.plan:
+        PlanLines().reads(made_by("regenerate", recipe))
+        print(f"prints {command.show} rows and a summary, writes nothing")
+        return
+    files = TargetFiles(recipe.target)
+    tokenizer = files.tokenizer
+    rejects, remarks, stops = Rejects(), Counter[str](), turn_ends(tokenizer).stops
+    ids, rows, answers, tokens, supervised = set(), 0, 0, 0, 0
+    for row in Bar(training_rows(path, tokenizer, longest_row(recipe, files), rejects), unit="row", leave=False):
+        if rows < command.show:
+            Bar.write(f"--- {row.id}: {len(row.input_ids)} tokens, spans {row.spans}\n{marked(tokenizer, row)}\n")
+        rows += 1
+        ids.add(row.id)
+        tokens += len(row.input_ids)
+        supervised += sum(end - start for start, end in row.spans)
+        answers += len(row.spans)
+        remarks.update(row.remarks)
+        remarks["no stop token ends them"] += sum(row.input_ids[end - 1] not in stops for _, end in row.spans)
+    for remark, count in remarks.items():
+        if count:
+            print(f"note: {count:,} of {answers:,} answers: {remark}")
+    print(
+        f"{path}: {rows:,} rows of {len(ids):,} conversations, {tokens:,} tokens, "
+        f"{supervised:,} supervised ({supervised / tokens:.1%}); {rejects.summary()}"
+    )
+
+
+def marked(tokenizer: PreTrainedTokenizerBase, row: TrainingRow, colour: bool | None = None) -> str:
+    """The row's text, supervised tokens green on a terminal, in [[double brackets]] elsewhere."""
+    before, after = ("\x1b[32m", "\x1b[0m") if (sys.stdout.isatty() if colour is None else colour) else ("[[", "]]")
+    text, at = "", 0
+    for start, end in row.spans:
+        other, answer = tokenizer.decode(row.input_ids[at:start]), tokenizer.decode(row.input_ids[start:end])
+        text, at = f"{text}{other}{before}{answer}{after}", end
+    return f"{text}{tokenizer.decode(row.input_ids[at:])}"

@@ -10,7 +10,7 @@ import pytest
 from draftsmith.data_gen import capture as capture_script
 from draftsmith.data_gen.answers import generators
 from draftsmith.data_gen.states import capturing
-from draftsmith.data_gen.states.manifest import StoreManifest
+from draftsmith.data_gen.states.store import StoreManifest
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe

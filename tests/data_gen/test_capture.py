@@ -11,8 +11,7 @@ import torch
 
 from draftsmith.data_gen.states import capturing
 from draftsmith.data_gen.states.capturing import Capture
-from draftsmith.data_gen.states.manifest import StoreManifest, entry_path, file_problem
-from draftsmith.data_gen.states.store import Store
+from draftsmith.data_gen.states.store import Store, StoreManifest, entry_path, file_problem
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in

@@ -9,8 +9,7 @@ from tokenizers import processors
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from draftsmith.data_gen import conversations
-from draftsmith.data_gen.training_rows import shown as shown_rows
-from draftsmith.data_gen.training_rows.rows import TrainingRow, rows_of, training_rows, turns_of_messages
+from draftsmith.data_gen.training_rows.rows import TrainingRow, marked, rows_of, training_rows, turns_of_messages
 from draftsmith.models.chat import RenderError, decode_answer, render_prompt, tokenizer_fingerprint
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
@@ -246,4 +245,4 @@ def test_show_marks_what_is_supervised(tmp_path: Path, target_dir: Path, capsys:
     assert printed.count("[[") == 2  # one row shown
     assert "2 rows of 2 conversations" in printed and "1 malformed JSON" in printed
     (first,) = rows(make_tokenizer(), TWO_TURNS)
-    assert "\x1b[32m" in shown_rows.marked(make_tokenizer(), first, colour=True)
+    assert "\x1b[32m" in marked(make_tokenizer(), first, colour=True)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from draftsmith.data_gen.states.manifest import entry_path
-from draftsmith.data_gen.states.store import ENCODINGS, Store, key_of, teacher_positions
+from draftsmith.data_gen.states.store import ENCODINGS, Store, entry_path, key_of, teacher_positions
 from draftsmith.data_gen.states.stored_target import StoredTarget, check_head
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.drafters import drafter_shape
