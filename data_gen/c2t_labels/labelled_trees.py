@@ -36,9 +36,8 @@ class Trees:
 
     def chosen(self, trees: torch.Tensor) -> "Trees":
         """The trees with these numbers [n], in this order."""
-        ends = self.sizes.cumsum(0)
-        rows = [torch.arange(ends[tree] - self.sizes[tree], ends[tree]) for tree in trees]
-        chosen = torch.cat([torch.arange(0), *rows])
+        rows = torch.arange(len(self.accepted)).split(self.sizes.tolist())
+        chosen = torch.cat([torch.arange(0), *(rows[tree] for tree in trees.tolist())])
         return Trees(self.features[chosen], self.accepted[chosen], self.sizes[trees], self.about)
 
     def write(self, path: Path) -> None:

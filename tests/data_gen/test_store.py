@@ -203,7 +203,7 @@ def test_a_stored_target_is_the_target_as_far_as_training_asks(
 
 def test_a_head_that_is_more_than_its_weight_is_refused(recipe_path: Path) -> None:
     target = target_of(load_recipe(recipe_path))
-    target.head.register_forward_hook(lambda module, inputs, output: 2 * output)
+    target.head.register_forward_hook(lambda _, __, output: 2 * output)  # type: ignore[operator]
     with pytest.raises(UserError, match="more than a matrix"):
         check_head(target)
 
