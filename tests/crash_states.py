@@ -6,8 +6,7 @@
         restore(state, elsewhere)  # as a kill at that moment leaves it; run again there
 
 A state is recorded before each deed of Python code on files (a write, a rename, a deletion, a sync), and for each file
-that has grown since the one before it, another in which half of the growth is there, as a kill in the middle of a write
-leaves it. So a run of n deeds gives all its crash points in one go; what is then run from them starts in other folders.
+that has grown since, another in which half of the growth is there, as a kill in the middle of a write leaves it.
 """
 
 import os

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.states.store import key_of
-from draftsmith.data_gen.training_rows.overlap import Check
+from draftsmith.data_gen.training_rows.overlap import EvaluationIndex
 from draftsmith.data_gen.training_rows.rows import TrainingRow, training_rows
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.checkpoint import read_drafter_config, read_weights
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.prompts.picture_files import data_url
+from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.sections.eval import EvalSection
 from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import VOCAB_SIZE
 from tests.replay_cases import write_lines
@@ -57,11 +58,13 @@ def conversation(home: Path) -> list[dict[str, Any]]:
     ]
 
 
+def tokenizer_of(target: Path) -> PreTrainedTokenizerBase:
+    return TargetFiles(TargetSection(model=str(target))).tokenizer
+
+
 def rows_of_records(home: Path, family: str, *records: dict[str, Any]) -> tuple[list[TrainingRow], Rejects]:
     path, rejects = write_lines(home / "conversations.jsonl", *records), Rejects()
-    return list(
-        training_rows(path, TargetFiles(TargetSection(model=str(home / family))).tokenizer, 500, rejects)
-    ), rejects
+    return list(training_rows(path, tokenizer_of(home / family), 500, rejects)), rejects
 
 
 def test_questions_are_compared_with_the_pictures_that_they_show(home: Path, tmp_path: Path) -> None:
@@ -83,10 +86,8 @@ def test_questions_are_compared_with_the_pictures_that_they_show(home: Path, tmp
     made = [[to_conversation(each, "q", "", 1) for each in each_of] for each_of in (records, others)]
     for i, record in enumerate(records):
         prompts = write_lines(tmp_path / f"{i}.jsonl", record)
-        section = TargetSection(model=str(home / "llava"))
-        recipe = Recipe(output_dir=str(tmp_path), target=section, eval=EvalSection(prompts=str(prompts)))
-        check = Check(recipe, remove=True)
-        assert all(map(check.look, made[0])) and not any(map(check.look, made[1])), record
+        index = EvaluationIndex(read_conversations(str(prompts), Rejects(), store=data_url))
+        assert all(map(index.find, made[0])) and not any(map(index.find, made[1])), record
 
 
 @pytest.mark.parametrize("family", a_few(FAMILIES, "llava_next", "qwen3_vl"))
@@ -95,7 +96,7 @@ def test_rows_carry_the_pictures_of_their_messages(family: str, home: Path) -> N
     text = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a mat"}]
     rows, rejects = rows_of_records(home, family, {"messages": messages}, {"messages": text})
     assert len(rows) == 2 and rejects.total == 0
-    row, tokenizer = rows[0], TargetFiles(TargetSection(model=str(home / family))).tokenizer
+    row, tokenizer = rows[0], tokenizer_of(home / family)
     for turn, (start, end) in enumerate(row.spans):
         asked = render_prompt(tokenizer, messages[: 2 * turn + 1])
         assert row.prompt.until(start) == asked
