@@ -49,7 +49,6 @@ from draftsmith.data_gen.states.stored_target import (
     target_is_whole,
 )
 from draftsmith.data_gen.training_rows.rows import TrainingRow, usable_rows
-from draftsmith.models.context_limits import longest_row
 from draftsmith.models.costs import free_bytes, gigabytes
 from draftsmith.models.drafters import states_read
 from draftsmith.models.formats.exporting import check_export
@@ -79,8 +78,11 @@ def main(command: Command) -> None:
     check_export(recipe, files)
     if command.plan and not leads:
         return
-    if not recipe.conversations_path.exists():  # planned before regeneration
-        plan_before_regeneration(recipe, files)
+    if not recipe.conversations_path.exists():  # planned before regeneration, whose plan bounds the states
+        plan = PlanLines()
+        plan.reads(made_by("regenerate", recipe))
+        plan.line("disk", f"unknown until regenerate has run; {gigabytes(free_bytes(directory))} are free")
+        plan.writes(directory)
         return
     rejects = Rejects(recipe.training_rejects_path if leads and not command.plan else None)
     with alone_in(directory) if leads and not command.plan else nullcontext():
@@ -412,13 +414,3 @@ def device_of_rank(wanted: str) -> str | None:
         )
     torch.get_device_module(given).set_device(local_rank())
     return f"{given.type}:{local_rank()}"
-
-
-def plan_before_regeneration(recipe: Recipe, files: TargetFiles) -> None:
-    plan, longest, wanted = PlanLines(), longest_row(recipe, files), WantedStates.of(recipe, files)
-    plan.reads(made_by("regenerate", recipe))
-    plan.line("states", f"{list(wanted.layers)}{' and the last' * wanted.has_last}, {recipe.data.capture.dtype}")
-    rows, free = recipe.data.max_prompts or 1, gigabytes(free_bytes(recipe.states_dir))
-    most = gigabytes(rows * wanted.bytes_of(longest, longest))
-    plan.line("disk", f"at most {most} for {plural(rows, 'row')} of {longest:,} tokens; {free} are free", "exact")
-    plan.writes(recipe.states_dir)
