@@ -181,12 +181,11 @@ def _stored_turns(tokenizer: PreTrainedTokenizerBase, record: dict[str, Any], co
     for number, turn in enumerate(record["turns"]):
         for key in ("prompt_token_ids", "output_token_ids"):
             tokens = turn.get(key) if isinstance(turn, dict) else None
-            if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
+            whole = isinstance(tokens, list) and all(type(token) is int and 0 <= token < MAX_TOKEN for token in tokens)
+            if not tokens or not whole:
                 raise ValueError(f"wrong type: turn {number} must have non-empty lists of prompt and output token ids")
-            if min(tokens) < 0 or max(tokens) >= MAX_TOKEN:
-                raise ValueError(f"wrong type: turn {number} has token ids below 0 or beyond every vocabulary")
-        prompt, output = turn["prompt_token_ids"], turn["output_token_ids"]
-        turns.append(Turn(with_pictures(tokenizer, prompt, conversation.messages), output))
+        prompt = with_pictures(tokenizer, turn["prompt_token_ids"], conversation.messages)
+        turns.append(Turn(prompt, turn["output_token_ids"]))
     return turns
 
 
