@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import version
 
+import draftsmith.recipes.command.interrupts  # noqa: F401 - Ctrl-C from here on
 from draftsmith.recipes.command.stages import SCRIPTS
 
 
@@ -49,7 +50,8 @@ def main() -> None:
             os.environ["_ARGCOMPLETE"] = "2"  # the words of the line that are the program's name
         from draftsmith.recipes.command.cli import run
 
-        run(importlib.import_module(SCRIPTS[name].module).main, many_processes=name in ("train", "capture"))
+        module = SCRIPTS[name].module
+        run(lambda: importlib.import_module(module).main(), many_processes=name in ("train", "capture"))
 
 
 def help_text() -> str:

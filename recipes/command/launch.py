@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
@@ -49,29 +49,26 @@ def _first_number(names: Sequence[str], default: int) -> int:
 
 
 def check_alone() -> None:
-    """Raises UserError, or exits with 2, if a launcher started several processes of a script that needs one."""
+    """Raises UserError if a launcher started several processes of a script that needs one."""
     if (started := world_size()) > 1:
-        refuse_launch(
-            f"{_script()} runs as one process, and {started} were started: they would do the same work and write the "
-            "same files. Start it as one process; only `draftsmith train` and `draftsmith capture` share their work "
-            "(if it is one process, and WORLD_SIZE is left over in the environment, unset that)"
-        )
+        with first_one_reports():
+            raise UserError(
+                f"{_script()} runs as one process, and {started} were started: they would do the same work and write "
+                "the same files. Start it as one process; only `draftsmith train` and `draftsmith capture` share "
+                "their work (if it is one process, and WORLD_SIZE is left over in the environment, unset that)"
+            )
 
 
 def check_joined(started: int, processes: int) -> None:
-    """Raises UserError, or exits with 2, if not all the processes of the launch are in this run.
-
-    Args:
-        started: `world_size` of the launcher.
-        processes: of this run.
-    """
+    """Raises UserError if the launcher started a number of processes other than those of this run."""
     if started != processes:
-        refuse_launch(
-            f"{started} processes were started (WORLD_SIZE), and this run would have {processes}: each would train by "
-            f"itself into the same output_dir. Start them with torchrun --nproc_per_node {started} {_script()}; if "
-            "that is what you did, there is no process group for this kind of device: start one process, or train on "
-            "the CPU (ACCELERATE_USE_CPU=true)"
-        )
+        with first_one_reports():
+            raise UserError(
+                f"{started} processes were started (WORLD_SIZE), and this run would have {processes}: each would train "
+                f"by itself into the same output_dir. Start them with torchrun --nproc_per_node {started} {_script()}; "
+                "if that is what you did, there is no process group for this kind of device: start one process, or "
+                "train on the CPU (ACCELERATE_USE_CPU=true)"
+            )
 
 
 def check_all_started() -> None:
@@ -96,21 +93,12 @@ def check_all_started() -> None:
         )
 
 
-def refuse_launch(problem: str) -> NoReturn:
-    """Ends a process of a launch that all its processes refuse. The first one on each machine raises the problem.
-
-    The others wait for the launcher to end them. If one exited first, the launcher would end the reporting one.
-    """
-    if local_rank() > 0:
-        time.sleep(ENDED_BY_LAUNCHER_SECONDS)
-        sys.exit(2)
-    raise UserError(problem)
-
-
 @contextmanager
 def first_one_reports() -> Iterator[None]:
-    """Lets the first process on each machine report a UserError that others raise as well: these wait for the launcher
-    to end them, and report only if it does not."""
+    """Lets the first process on each machine report a UserError that all raise.
+
+    The others wait for the launcher to end them: if one exited first, it would end the reporting one.
+    """
     try:
         yield
     except UserError:
