@@ -24,18 +24,14 @@ class Bar(tqdm):
     _thread: ClassVar[Thread | None] = None
 
     def __init__(self, *args: Any, **settings: Any):
-        self._on_terminal = sys.stderr.isatty()
-        if not self._on_terminal:
+        on_terminal = sys.stderr.isatty()
+        if not on_terminal:
             settings["file"] = _Nowhere()
         super().__init__(*args, **{"delay": SHOWN_AFTER_SECONDS, **settings})
+        self.is_logged = not (self.disable or on_terminal)
         if self.is_logged and (Bar._thread is None or not Bar._thread.is_alive()):  # a fork has no threads
             Bar._thread = Thread(target=_speak_when_due, daemon=True)
             Bar._thread.start()
-
-    @property
-    def is_logged(self) -> bool:
-        """Whether it prints lines."""
-        return not self.disable and not self._on_terminal
 
     @property
     def seconds(self) -> float:
@@ -43,7 +39,7 @@ class Bar(tqdm):
         return self.format_dict["elapsed"]
 
     def close(self) -> None:
-        last = self.is_logged and self.leave
+        last = getattr(self, "is_logged", False) and self.leave  # not of one that was not made to the end
         super().close()
         if last and self.seconds >= SHOWN_AFTER_SECONDS:
             self.print_line()
@@ -73,8 +69,8 @@ def speak_if_due() -> None:
     """Prints the line of the newest logged bar, if no line was printed for SECONDS_BETWEEN_LINES."""
     if time.monotonic() - Bar._last_line < SECONDS_BETWEEN_LINES:
         return
-    with Bar.get_lock():  # tqdm's own register of open bars; some may not be made to the end
-        bars = [bar for bar in tqdm._instances if isinstance(bar, Bar) and hasattr(bar, "start_t") and bar.is_logged]  # type: ignore[attr-defined]
+    with Bar.get_lock():  # tqdm's own register of open bars
+        bars = [bar for bar in tqdm._instances if getattr(bar, "is_logged", False)]  # type: ignore[attr-defined]
     if bars := [bar for bar in bars if bar.seconds >= SHOWN_AFTER_SECONDS]:
         max(bars, key=lambda bar: bar.start_t).print_line()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,10 +76,6 @@ def _trains_classifier(recipe: Recipe) -> bool:
     return recipe.classifier_dir in [Path(t.c2t.classifier) for t in trees if t.policy == "c2t" and t.c2t.classifier]
 
 
-def _replays(recipe: Recipe) -> bool:
-    return recipe.eval.mode == "replay"
-
-
 def _of_answers(*others: str) -> Callable[[Recipe], list[str]]:
     """Settings of a stage that depends on the target's answers."""
     return lambda recipe: [
@@ -132,7 +127,7 @@ def _read_by_evaluate(recipe: Recipe) -> list[Path]:
         *(file for each in contenders if each.draft_model for file in files_of_model(each.draft_model.model)),
         *([recipe.token_counts_path] if any(each.tree.vocab_size for each in contenders) else []),
         *local_sources(section.prompts),
-        *([Path(section.answers or recipe.eval_out / "generations.jsonl")] if _replays(recipe) else []),
+        *([Path(section.answers or recipe.eval_out / "generations.jsonl")] if section.mode == "replay" else []),
         *_local_files([each.acceptance.neighbours for each in contenders if each.acceptance]),
         *_local_files([section.planner.answers or ""]),
     ]
@@ -241,10 +236,10 @@ STAGES = {
         "eval/acceptance.py",
         "measure how many drafted tokens the target accepts",
         makes="evaluation",
-        wanted_if=lambda recipe: recipe.eval.prompts is not None or _replays(recipe),
+        wanted_if=lambda recipe: recipe.eval.prompts is not None or recipe.eval.mode == "replay",
         settings=lambda recipe: ["target", "eval"],
         reads=_read_by_evaluate,
-        writes=lambda recipe: [recipe.eval_out / ("replay" * _replays(recipe)) / "acceptance.json"],
+        writes=lambda recipe: [recipe.eval_out / ("replay" * (recipe.eval.mode == "replay")) / "acceptance.json"],
     ),
     "export": Stage(
         "models/export.py",
@@ -280,7 +275,4 @@ def print_next(command: Command, done: str) -> None:
     stages = stages_of(command.recipe)
     after = stages[stages.index(done) + 1 :] if done in stages else []
     if after and not command.plan and INSIDE_RUN not in os.environ:
-        path = SCRIPTS[after[0]].path.format(kind=command.recipe.drafter.kind)
-        by_script = not sys.argv[0].startswith("draftsmith") and Path(path).exists()
-        script = f"python {path}" if by_script else f"draftsmith {after[0]}"
-        print(f"next: {script} {shlex.join([command.recipe_path, *command.overrides])}")
+        print(f"next: draftsmith {after[0]} {shlex.join([command.recipe_path, *command.overrides])}")

@@ -29,11 +29,9 @@ def check_model(model: str, revision: str | None) -> None:
         cached = isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str)
     except HFValidationError:
         raise UserError(f"{where}, and no name that a model of the Hub could have") from None
-    if constants.HF_HUB_OFFLINE:
-        if cached:
-            return
-        raise UserError(f"{where} and not in the Hub's cache, and HF_HUB_OFFLINE forbids asking the Hub")
-    if not cached:
+    if constants.HF_HUB_OFFLINE and cached:
+        return
+    if not (constants.HF_HUB_OFFLINE or cached):
         print(f"{model!r} is not a folder here; asking the Hugging Face Hub", file=sys.stderr, flush=True)
     try:
         HfApi().model_info(model, revision=revision, timeout=SECONDS)
