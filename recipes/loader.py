@@ -141,10 +141,8 @@ def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int],
             for key, value in node.value:
                 name, line = str(key.value), key.start_mark.line + 1
                 if name in lines:
-                    first = place(lines[name])
-                    source.problems.append(
-                        f"{place(line)}: `{_dotted((*path, name))}` is given twice, first at {first}"
-                    )
+                    twice = f"`{_dotted((*path, name))}` is given twice, first at {place(lines[name])}"
+                    source.problems.append(f"{place(line)}: {twice}")
                 lines[name] = line
                 note(value, (*path, name), line)
 
@@ -188,6 +186,7 @@ def _apply_override(source: _Source, override: str) -> None:
     # Missing sections on the path are created. An index names a list item: eval.also.0.name=x
     path: KeyPath = ()
     parent: Any = None
+    key: Any = None
     inner: Any = source.values
     for name in names:
         parent = inner
@@ -204,7 +203,7 @@ def _apply_override(source: _Source, override: str) -> None:
     for old in [old for old in source.places if old[: len(path)] == path]:  # the override replaces all below this key
         del source.places[old]
     try:
-        parent[path[-1]] = _read_yaml(source, text, path, lambda line: where)
+        parent[key] = _read_yaml(source, text, path, lambda line: where)
     except yaml.YAMLError as error:
         source.problems.append(_yaml_problem(error, where))
     source.places[path] = where

@@ -3,10 +3,11 @@
 Only the scripts' builders see the recipe: models, losses and loops take plain keyword arguments.
 """
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from pydantic import model_validator
+from pydantic import ConfigDict, model_validator
 
 from draftsmith.recipes.files.prompt_date import KeptDate
 from draftsmith.recipes.published import published_training
@@ -20,7 +21,20 @@ from draftsmith.recipes.sections.train import ClassifierSection, LabelSection, T
 PICTURE_PROMPTS = "prompts.jsonl"
 
 
+class RunPath:
+    """A path of a run: what the recipe says under `key`, or else the file or folder `name` in output_dir."""
+
+    def __init__(self, name: str, key: str | None = None):
+        self.name, self.key = name, key
+
+    def __get__(self, recipe: Any, _: type) -> Path:
+        given = attrgetter(self.key)(recipe) if self.key else None
+        return Path(given or Path(recipe.output_dir) / self.name)
+
+
 class Recipe(Section):
+    model_config = ConfigDict(ignored_types=(RunPath,))
+
     output_dir: str
     """Folder for everything that a run writes."""
     target: TargetSection
@@ -31,6 +45,24 @@ class Recipe(Section):
     classifier: ClassifierSection = ClassifierSection()
     eval: EvalSection = EvalSection()
     export: ExportSection = ExportSection()
+
+    conversations_path = RunPath("conversations.jsonl", "data.conversations")
+    picture_prompts_path = RunPath(PICTURE_PROMPTS, "data.reprompt.out")
+    training_rejects_path = RunPath("conversations.training_rejects.jsonl")  # without a training row, with the reason
+    contamination_path = RunPath("contamination.jsonl")  # training conversations with questions of eval.prompts
+    draft_vocab_path = RunPath("draft_vocab.safetensors")
+    token_counts_path = RunPath("token_counts.safetensors", "eval.token_counts")  # of supervised positions
+    sam_path = RunPath("sam.safetensors", "data.sam.out")  # sorted corpus
+    states_dir = RunPath("states", "data.states")
+    checkpoints_dir = RunPath("checkpoints")
+    metrics_path = RunPath("metrics.jsonl")  # a JSON line per logged training step
+    drafter_dir = RunPath("drafter")
+    eval_drafter_dir = RunPath("drafter", "eval.drafter")
+    imported_dir = RunPath("imported")  # our copies of foreign drafters
+    labelled_trees_path = RunPath("labelled_trees.safetensors", "labels.out")
+    classifier_dir = RunPath("c2t", "classifier.out")
+    planner_costs_path = RunPath("planner_costs.json")
+    eval_out = RunPath("eval", "eval.out")
 
     @model_validator(mode="before")
     @classmethod
@@ -105,48 +137,10 @@ class Recipe(Section):
         if self.target._kept_date is not None:
             self.target._kept_date.writes = True
 
-    # Paths, defaults resolved.
-
-    @property
-    def conversations_path(self) -> Path:
-        return Path(self.data.conversations or Path(self.output_dir) / "conversations.jsonl")
-
-    @property
-    def picture_prompts_path(self) -> Path:
-        return Path(self.data.reprompt.out or Path(self.output_dir) / PICTURE_PROMPTS)
-
     @property
     def reprompts(self) -> bool:
         """Whether the prompts for training are those that reprompt writes."""
         return self.data.reprompt.sources is not None and str(self.picture_prompts_path) in as_list(self.data.prompts)
-
-    @property
-    def training_rejects_path(self) -> Path:
-        """Conversations without a training row, with the reason."""
-        return Path(self.output_dir) / "conversations.training_rejects.jsonl"
-
-    @property
-    def contamination_path(self) -> Path:
-        """Training conversations with questions of eval.prompts, one JSON line each."""
-        return Path(self.output_dir) / "contamination.jsonl"
-
-    @property
-    def draft_vocab_path(self) -> Path:
-        return Path(self.output_dir) / "draft_vocab.safetensors"
-
-    @property
-    def token_counts_path(self) -> Path:
-        """Counts of each target token in supervised positions. FR-Spec's cuts rank by them."""
-        return Path(self.eval.token_counts or Path(self.output_dir) / "token_counts.safetensors")
-
-    @property
-    def planner_costs_path(self) -> Path:
-        return Path(self.output_dir) / "planner_costs.json"
-
-    @property
-    def sam_path(self) -> Path:
-        """The sorted corpus that data_gen/build_sam.py writes."""
-        return Path(self.data.sam.out or Path(self.output_dir) / "sam.safetensors")
 
     @property
     def static_sams(self) -> list[Path]:
@@ -160,47 +154,8 @@ class Recipe(Section):
         return others or self.eval.drafts_by_drafter
 
     @property
-    def drafter_dir(self) -> Path:
-        return Path(self.output_dir) / "drafter"
-
-    @property
-    def states_dir(self) -> Path:
-        return Path(self.data.states or Path(self.output_dir) / "states")
-
-    @property
-    def labelled_trees_path(self) -> Path:
-        return Path(self.labels.out or Path(self.output_dir) / "labelled_trees.safetensors")
-
-    @property
     def classifier_rows_path(self) -> Path:
         return Path(self.classifier.rows or self.labelled_trees_path)
-
-    @property
-    def classifier_dir(self) -> Path:
-        return Path(self.classifier.out or Path(self.output_dir) / "c2t")
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        return Path(self.output_dir) / "checkpoints"
-
-    @property
-    def metrics_path(self) -> Path:
-        """One JSON line per logged training step."""
-        return Path(self.output_dir) / "metrics.jsonl"
-
-    @property
-    def eval_drafter_dir(self) -> Path:
-        return Path(self.eval.drafter or self.drafter_dir)
-
-    @property
-    def eval_out(self) -> Path:
-        """Folder of acceptance.json, generations.jsonl and report.html."""
-        return Path(self.eval.out or Path(self.output_dir) / "eval")
-
-    @property
-    def imported_dir(self) -> Path:
-        """Our copies of the foreign drafters that the recipe names."""
-        return Path(self.output_dir) / "imported"
 
     def export_dir(self, engine: str) -> Path:
         return Path(self.export.out or Path(self.output_dir) / "export" / engine)

@@ -103,9 +103,7 @@ class TreeSection(Section):
         calls, width = self.calls, self.width
         if self.policy == "ddd" and self.ddd.at != "every" and all(call >= calls for call in self.ddd.at):
             # A test after the last call would stop nothing.
-            raise ValueError(
-                f"ddd.at: {self.ddd.at} tests none of {calls} draft calls: name one below {calls}, or every"
-            )
+            raise ValueError(f"ddd.at: tests none of {calls} draft calls: name one below {calls}, or every")
         possible = 1 + width + (calls - 1) * width**2
         if self.policy in ("eagle2", "ddd", "svip_tree") and self.most > possible:
             raise ValueError(f"{calls} draft calls with top_k {width} give at most {possible} nodes, not {self.most}")
@@ -295,9 +293,7 @@ class ContenderSection(Section):
         if self.min_draft_length is not None and proposer != "hierarchy":
             raise ValueError(f"min_draft_length is for proposer hierarchy, not {proposer}")
         if proposer == "hierarchy" and (tree.policy in ("auto", "c2t") or tree.draw == "sampled"):
-            raise ValueError(
-                "a hierarchy drafts ranked trees: name a policy other than auto and c2t, and leave draw out"
-            )
+            raise ValueError("a hierarchy drafts ranked trees: name a policy other than auto and c2t, without draw")
         if proposer == "sam" and (tree.policy not in ("eagle2", "chain") or tree.draw == "sampled"):
             raise ValueError("sam copies tokens: its tree is of policy eagle2 or chain, without draw")
         if proposer == "prompt_lookup" and (tree.policy != "chain" or tree.draw == "sampled"):

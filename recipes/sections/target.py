@@ -23,7 +23,7 @@ class QuantizationSection(Section):
     bits: Literal[8, 4] = 4
     """Bits per weight. 8: one scale per row. 4: a scale and a zero per group of inputs."""
     group_size: Literal[32, 64, 128] = 64
-    """With 4 bits: inputs of a row that share a scale and a zero. Smaller groups are more exact and take more memory."""
+    """With 4 bits: inputs of a row that share scale and zero. Smaller groups are more exact and take more memory."""
     fake: bool = False
     """Keep the quantised weights in the target's own dtype: the precision's effect without its speed, on any device."""
 
@@ -90,18 +90,14 @@ class TargetSection(Section):
     <output_dir>/prompt_date.txt keeps it."""
     _kept_date: KeptDate | None = PrivateAttr(None)  # set by Recipe
 
-    @model_validator(mode="before")
-    @classmethod
-    def _computed_in(cls, values: Any) -> Any:
-        """The kernels' dtype in the place of `auto`."""
-        kernels = isinstance(values, dict) and _by_kernels(values.get("quantization"))
-        return {**values, "dtype": "bfloat16"} if kernels and values.get("dtype", "auto") == "auto" else values
-
     @model_validator(mode="after")
     def _in_the_kernels_dtype(self) -> "TargetSection":
-        if _by_kernels(self.quantization) and self.dtype != "bfloat16":
+        if self.quantization is None or self.quantization.fake:
+            return self
+        if self.dtype not in ("auto", "bfloat16"):
             why = f"{self.dtype}, but int8 and int4 targets compute in bfloat16: set that, or quantization: fake"
             raise ImpossibleSettings([f"dtype: {why}"])
+        vars(self)["dtype"] = "bfloat16"  # the section is frozen from here on
         return self
 
     @property
@@ -113,14 +109,5 @@ class TargetSection(Section):
 
     def quantized(self, precision: QuantizationSection) -> "TargetSection":
         """The same target in this precision. Only a plain target can be quantised."""
-        dtype = {"dtype": "bfloat16"} if _by_kernels(precision) else {}
+        dtype = {} if precision.fake else {"dtype": "bfloat16"}
         return self.model_copy(update={"quantization": precision} | dtype)
-
-
-def _by_kernels(precision: Any) -> bool:
-    """Whether a precision, given by name, mapping or section, is computed by kernels."""
-    if isinstance(precision, dict):
-        return precision.get("fake") is not True
-    if isinstance(precision, QuantizationSection):
-        return not precision.fake
-    return precision in ("int8", "int4")
