@@ -24,7 +24,7 @@ MISTAKES: dict[str, list[list[str]]] = yaml.load(
     yaml.BaseLoader,  # `no` is text, too
 )
 OF_COMMANDS = [(command, *case) for command, cases in MISTAKES.items() if command != "recipe" for case in cases]
-WITHOUT_RECIPE = ("import-drafter", "evalute")
+WITHOUT_RECIPE = ("import-drafter", "init", "evalute")
 
 
 @pytest.fixture(scope="module")
