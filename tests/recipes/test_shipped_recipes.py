@@ -206,10 +206,15 @@ def test_decoding_demo_runs_on_a_drafter_of_two_steps(tmp_path: Path, monkeypatc
     ]
     for script in (regenerate, rank_vocab, TRAINED_BY["eagle3"]):
         run_main(script, "recipes/demo.yaml", *short)
-    lean = "eval.max_prompts=1", "eval.max_new_tokens=24", f"eval.drafter={tmp_path / 'demo/drafter'}"
+    lean = (
+        "eval.max_prompts=1",
+        "eval.turns=first",
+        "eval.max_new_tokens=24",
+        f"eval.drafter={tmp_path / 'demo/drafter'}",
+    )
     run_main(acceptance, "recipes/demo-decoding.yaml", f"eval.out={tmp_path / 'decoded'}", *lean)
     rows = json.loads((tmp_path / "decoded/acceptance.json").read_text())["contenders"]
     assert list(rows) == DECODING_ROWS
     assert all(row["matches_target"] for name, row in rows.items() if "int8" not in name)
-    assert rows["hierarchy"]["inner_tau"] >= 1 and rows["sam"]["answers"] == 4  # one question, three turns
+    assert rows["hierarchy"]["inner_tau"] >= 1
     assert (tmp_path / "decoded/report.html").exists()
