@@ -29,19 +29,14 @@ def main() -> None:
 
         complete_command(SCRIPTS)
     elif name in ("-h", "--help", "help"):
-        if name == "help" and words[1:]:
-            sys.argv = ["draftsmith", words[1], "--help"]
-            main()
-        else:
-            from draftsmith.recipes.command.cli import run
+        from draftsmith.recipes.command.cli import run
 
-            run(lambda: print(help_text()), many_processes=True)  # any launcher, and `| head`
+        run(lambda: print(help_text()), many_processes=True)  # any launcher, and `| head`
     elif name == "--version":
         print(f"draftsmith {version('draftsmith')}")
     elif name not in SCRIPTS:
         close = difflib.get_close_matches(name, SCRIPTS, n=1)
         meant = f"; did you mean `{close[0]}`?" if close else ""
-        meant = "; a command comes first, as in draftsmith run my.yaml" if name.endswith(".yaml") else meant
         print(f"error: {name!r} is not a draftsmith command{meant} (draftsmith --help lists them)", file=sys.stderr)
         sys.exit(2)
     else:

@@ -69,27 +69,18 @@ def go_offline(why: str) -> None:
 
 def why_unread(error: Exception, revision: str | None) -> str:
     """Why a model of the Hub cannot be read and what to do, to follow "<name> is no folder here, "."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors
 
-    if isinstance(error, GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         return "and the Hub asks you to accept its licence first: do so on the model's page, then run `hf auth login`"
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         return f"and the Hub has no revision {revision!r} of it"
-    if isinstance(error, RepositoryNotFoundError):
-        return (
-            "and the Hub has no model of this name that you may read; check the spelling (org/name), or run `hf auth "
-            "login` for a private one"
-        )
-    if isinstance(error, OfflineModeIsEnabled):
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "and the Hub has no model of this name that you may read; for a private one run `hf auth login`"
+    if isinstance(error, errors.OfflineModeIsEnabled):
         return "and not in the Hub's cache, and HF_HUB_OFFLINE forbids asking the Hub"
-    if answered := refusal(error):
-        return f"and {answered}"
-    return f"and the Hub cannot be reached ({first_words(error)}); name a folder, or try again with a network"
+    lost = f"the Hub cannot be reached ({first_words(error)}); name a folder, or try again with a network"
+    return f"and {refusal(error) or lost}"
 
 
 def refusal(error: Exception) -> str | None:
@@ -107,8 +98,7 @@ def refusal(error: Exception) -> str | None:
     words = (answer.server_message or answer.response.reason_phrase).splitlines()[0][:200]
     said = f"{status}: {words.replace(token, '<token>') if token else words}"
     if status == 401:
-        problem = "refuses the token" if token else "wants a token"
-        return f"the Hub {problem} ({said}); run `hf auth login`, or set HF_TOKEN"
+        return f"the Hub wants a token that it knows ({said}); run `hf auth login`, or set HF_TOKEN"
     if status == 403:
         return f"the Hub forbids it to this token ({said}); see its permissions at {constants.ENDPOINT}/settings/tokens"
     if status in (409, 412):
