@@ -80,8 +80,8 @@ def check_all_started() -> None:
     if any(inherited.get(name) != os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")):
         raise UserError(
             "accelerate launch was asked for several processes and started one, as with --cpu or fewer than two GPUs. "
-            f"Use torchrun --nproc_per_node N {_script()}, or --multi_gpu, which works on CPUs, too; for one process ask "
-            "for --num_processes 1"
+            f"Use torchrun --nproc_per_node N {_script()}, or --multi_gpu, on CPUs, too; for one process say "
+            "--num_processes 1"
         )
 
 

@@ -107,7 +107,7 @@ def _check_prompts_stay(recipe: Recipe, stages: list[str]) -> None:
     trained = recipe.checkpoints_dir.exists() or recipe.drafter_dir.exists()
     if "regenerate" not in stages or remembered is None or not trained:
         return
-    files = {_name(recipe, file): file for file in local_sources(recipe.data.prompts)}
+    files = {_name(recipe, file): file for file in local_sources(recipe.data.prompts) if file.is_file()}
     # Before reprompt has run again, its file is still the old one.
     others_follow = recipe.reprompts and why_not_done(recipe, "reprompt") not in (None, "not done yet")
     same = not others_follow and all(_is_same(file, remembered["files"].get(name)) for name, file in files.items())

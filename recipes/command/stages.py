@@ -40,7 +40,7 @@ class Stage(Script):
         wanted_if: whether the recipe needs it.
         settings: sections of the recipe that affect its result, without the keys of `IRRELEVANT`, and single keys
             (dotted).
-        reads: its input files, besides those of the target. Hub datasets and patterns have none.
+        reads: its input files, besides those of the target. What is no file, such as a Hub dataset, does not count.
         writes: its files.
         rewrites: it writes its files on every run; the others may have nothing left to do.
     """
@@ -86,18 +86,13 @@ def _of_answers(*others: str) -> Callable[[Recipe], list[str]]:
 
 
 def local_sources(sources: str | list[str] | None) -> list[Path]:
-    """The local files of prompt sources."""
+    """The files of prompt sources, if they are local."""
     from draftsmith.recipes.prompts.benchmarks import benchmark_of
     from draftsmith.recipes.prompts.sources import file_sources
     from draftsmith.recipes.sections.base import as_list
 
     parts = [part for name in as_list(sources) for part in file_sources(name)]
-    return _local_files([(benchmark_of(part) or (None, None))[1] or part for part in parts])
-
-
-def _local_files(names: list[str]) -> list[Path]:
-    """The local files among corpora; patterns count by their names."""
-    return [Path(name) for name in names if Path(name).is_file()]
+    return [Path((benchmark_of(part) or (None, None))[1] or part) for part in parts]
 
 
 def files_of_model(place: str | None) -> list[Path]:
@@ -106,10 +101,9 @@ def files_of_model(place: str | None) -> list[Path]:
 
 
 def files_of_target(recipe: Recipe) -> list[Path]:
-    """The local files that every stage reads."""
+    """What every stage reads."""
     target = recipe.target
-    template = _local_files([target.chat_template or ""])
-    return [*files_of_model(target.model), *files_of_model(target.adapter), *template]
+    return [*files_of_model(target.model), *files_of_model(target.adapter), Path(target.chat_template or "")]
 
 
 def _start(recipe: Recipe) -> list[Path]:
@@ -128,8 +122,8 @@ def _read_by_evaluate(recipe: Recipe) -> list[Path]:
         *([recipe.token_counts_path] if any(each.tree.vocab_size for each in contenders) else []),
         *local_sources(section.prompts),
         *([Path(section.answers or recipe.eval_out / "generations.jsonl")] if section.mode == "replay" else []),
-        *_local_files([each.acceptance.neighbours for each in contenders if each.acceptance]),
-        *_local_files([section.planner.answers or ""]),
+        *(Path(each.acceptance.neighbours) for each in contenders if each.acceptance),
+        Path(section.planner.answers or ""),
     ]
 
 
@@ -172,7 +166,7 @@ STAGES = {
         settings=_of_answers("drafter", "data.ranking"),
         reads=lambda recipe: [
             *(recipe.conversations_path, *_start(recipe)),
-            *_local_files([each.source for each in recipe.data.ranking.sources]),
+            *(Path(each.source) for each in recipe.data.ranking.sources),
         ],
         writes=lambda recipe: [recipe.draft_vocab_path, Path(recipe.output_dir) / "token_counts.safetensors"],
         rewrites=False,
@@ -228,7 +222,7 @@ STAGES = {
         settings=lambda recipe: ["target", "data.sam"],
         reads=lambda recipe: [
             *([recipe.conversations_path] if "answers" in recipe.data.sam.names else []),
-            *_local_files(recipe.data.sam.names),
+            *map(Path, recipe.data.sam.names),
         ],
         writes=lambda recipe: [recipe.sam_path],
     ),
