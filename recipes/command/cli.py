@@ -66,8 +66,6 @@ def parse_command(
         argv: arguments without the script's name; None: sys.argv.
         extra: adds the script's own options to the parser.
         writes: whether the script writes into output_dir.
-
-    Raises UserError with every problem of the recipe; a malformed command line exits with code 2.
     """
     command = parse_arguments(doc, argv, extra)
     command.recipe = load_recipe(command.recipe_path, command.overrides)
@@ -119,10 +117,8 @@ def parse_arguments(
 
 
 def run(main: Callable[[], None], many_processes: bool = False) -> None:
-    """Calls `main` and turns errors into exit codes.
-
-    A UserError or an unwritable path prints its problems on stderr and exits with 2. Ctrl-C exits with 130, a closed
-    output pipe (`| head`) with 141. Any other exception is a defect and keeps its traceback.
+    """Calls `main` and turns errors into exit codes: 2 for a UserError or an unwritable path, whose problems are printed
+    on stderr, 130 for Ctrl-C, 141 for a closed output pipe (`| head`). Other exceptions are defects of ours.
 
     Args:
         many_processes: whether a launcher may start several processes that share the work.
@@ -156,8 +152,8 @@ def run(main: Callable[[], None], many_processes: bool = False) -> None:
 def _no_finalization() -> Iterator[None]:
     """Ends one of several processes without the interpreter's finalization, after its exit handlers.
 
-    A worker thread of a process group may still hold the last collective's tensors and needs the interpreter's lock to
-    release them. Once finalization has begun, asking for that lock aborts the process, after all its work is done.
+    A process group's thread may still hold the last collective's tensors. It needs the interpreter's lock to release
+    them, and asking for that lock during finalization aborts the process, after all its work is done.
     """
     status = 1  # of an exception that Python reports
 
@@ -200,7 +196,7 @@ def _nobody_reads() -> bool:
 
 
 def _unwritable(error: BaseException) -> list[str]:
-    """A problem if the user can fix the error: permissions, a read-only disk, a file in place of a folder."""
+    """A problem, if the user can fix the error."""
     if not isinstance(error, OSError) or error.filename is None or error.errno not in _PLACE_ERRORS:
         return []
     return [f"{error.filename}: {error.strerror}; name another place, or fix this one"]

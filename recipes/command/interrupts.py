@@ -13,11 +13,7 @@ def interruption(error: BaseException | None) -> KeyboardInterrupt | None:
 
 
 def print_interrupted(words: str = "") -> None:
-    """Prints the interruption once for all processes.
-
-    Args:
-        words: message of the interrupted code, if any. That code has ended its progress bar's line.
-    """
+    """Prints the interruption once for all processes: `words` of interrupted code that has ended its bar's line."""
     from draftsmith.recipes.command.launch import rank
 
     if rank() > 0:

@@ -125,8 +125,8 @@ def _check_prompts_stay(recipe: Recipe, stages: list[str]) -> None:
 def _call(words: list[str]) -> int:
     """Runs a stage as a process and returns its exit status. Signals are passed on to it.
 
-    On Linux the process is forked off this one, which has imported what all stages need: five seconds for each stage
-    otherwise. Nothing has run yet that a fork must not inherit: no thread of OpenMP, no CUDA context.
+    On Linux it is forked off this process, which has imported what all stages need, five seconds' worth. Nothing has
+    run yet that a fork must not inherit: no thread of OpenMP, no CUDA context.
     """
     if sys.platform == "linux":
         _import_for_stages()

@@ -15,9 +15,8 @@ SECONDS_BETWEEN_LOOKS = 1.0  # at whether a line is due
 class Bar(tqdm):
     """tqdm, with the same arguments.
 
-    On a terminal the bar appears after SHOWN_AFTER_SECONDS. Elsewhere (a log file, a pipe) a thread prints a line
-    every SECONDS_BETWEEN_LINES, however long a unit takes, and the bar prints one at the end if it took longer than
-    SHOWN_AFTER_SECONDS.
+    On a terminal the bar appears after SHOWN_AFTER_SECONDS. Elsewhere a thread prints a line every
+    SECONDS_BETWEEN_LINES, and the bar one at the end if it took longer than SHOWN_AFTER_SECONDS.
     """
 
     _last_line: ClassVar[float] = time.monotonic()  # of any bar

@@ -84,14 +84,11 @@ def why_unread(error: Exception, revision: str | None) -> str:
 
 
 def refusal(error: Exception) -> str | None:
-    """What the Hub answered with an error status, and what to do; None: it did not answer.
-
-    The Hub's client wraps some answers: those to the upload of one file, or to a card that the Hub refuses.
-    """
+    """What the Hub answered with an error status, and what to do; None: it did not answer."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
-    answer = error if isinstance(error, HfHubHTTPError) else error.__cause__
+    answer = error if isinstance(error, HfHubHTTPError) else error.__cause__  # the Hub's client wraps some answers
     if not isinstance(answer, HfHubHTTPError):
         return None
     status, token = answer.response.status_code, get_token()
