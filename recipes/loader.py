@@ -30,7 +30,6 @@ SHORTER = {"Input should be ": "", "greater than or equal to": "at least", "less
 # Far beyond any recipe, and read in a second.
 MOST_CHARACTERS = 60_000
 MOST_VALUES = 10_000  # those that aliases repeat included
-MOST_PROBLEMS = 50
 PASSWORD = re.compile(r"//[^/\s]*@")  # and user name, in a URL
 PACKAGE = Path(__file__).parents[1]  # holds the folder `recipes`
 BEFORE_PATH = re.compile(rf"(?:--[\w-]+=|(?:hf|{'|'.join(BENCHMARKS)}):)?(?=~[^/\s]*/)")
@@ -73,11 +72,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         source.problems += _missing_files(source)
     except OSError as error:  # an impossible path
         source.problems.append(f"{path}: {_cut(str(error.filename))}: {error.strerror}")
-    problems = list(dict.fromkeys(source.problems))  # an alias repeats a section's
-    if len(problems) > MOST_PROBLEMS:
-        raise UserError([*problems[:MOST_PROBLEMS], f"{path}: and more problems; fix these first"])
-    if problems or recipe is None:
-        raise UserError(problems)
+    if source.problems or recipe is None:
+        raise UserError(list(dict.fromkeys(source.problems)))  # an alias repeats a section's
     return recipe
 
 
@@ -95,8 +91,6 @@ def _read_file(path: Path) -> _Source:
             text = file.read(MOST_CHARACTERS + 1)
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe file") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: a folder; name a recipe file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     if len(text) > MOST_CHARACTERS:
@@ -225,10 +219,10 @@ def _value_path(source: _Source, location: tuple[str | int, ...]) -> KeyPath:
 
 def _problems(source: _Source, error: ValidationError) -> list[str]:
     """One sentence per wrong place, in the order of the schema."""
-    unions: dict[KeyPath, list[str]] = {}
+    unions: dict[KeyPath, list[str]] = {}  # what is expected at a place
     given: dict[KeyPath, str] = {}
     problems: list[str | KeyPath] = []
-    for item in error.errors()[: 4 * MOST_PROBLEMS]:  # a union has several for one place; suggestions take time
+    for item in error.errors():  # a union has several for one place
         kind, location = item["type"], item["loc"]
         if kind == "missing":
             problems.append(f"{source.place(location)}: `{_dotted(location)}` is missing{_meaning(location)}")
@@ -266,15 +260,11 @@ def _path_below(dotted: str) -> KeyPath:
 
 
 def _given(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return _cut(f"the number {value}")
-    if isinstance(value, str):
-        return f"the text '{_cut(value)}'"
-    return {dict: "a section", list: "a list"}.get(type(value), f"the {type(value).__name__} {value}")
+    if isinstance(value, dict | list):
+        return "a list" if isinstance(value, list) else "a section"
+    if value is None or isinstance(value, bool):
+        return "nothing" if value is None else str(value).lower()
+    return quoted(value)
 
 
 def _cut(text: str) -> str:

@@ -117,8 +117,8 @@ def parse_arguments(
 
 
 def run(main: Callable[[], None], many_processes: bool = False) -> None:
-    """Calls `main` and turns errors into exit codes: 2 for a UserError or an unwritable path, whose problems are printed
-    on stderr, 130 for Ctrl-C, 141 for a closed output pipe (`| head`). Other exceptions are defects of ours.
+    """Calls `main` and turns errors into exit codes: 2 for a UserError or an unwritable path, with its problems on stderr,
+    130 for Ctrl-C, 141 for a closed output pipe (`| head`). Other exceptions are defects of ours.
 
     Args:
         many_processes: whether a launcher may start several processes that share the work.

@@ -123,19 +123,18 @@ LAUGHS = "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for
         (SMALLEST + "a: " + "[" * 5000, "not valid YAML: nested too deeply"),
         (SMALLEST + "#" * 100_000, "recipe.yaml: too long for a recipe, which has at most 60,000 characters"),
         (f"output_dir: {'x' * 5000}\ntarget: {{model: org/name}}\n", "File name too long"),
-        (SMALLEST + "".join(f"k{i}: 1\n" for i in range(1000)), "recipe.yaml: and more problems; fix these first"),
     ],
-    ids=range(14),
+    ids=range(13),
 )
 def test_not_a_recipe(write, text, expected):
     problems = problems_of(write(text))
     assert any(expected in problem for problem in problems), problems
-    assert len(problems) <= 51 and max(map(len, problems)) < 1500
+    assert sum(map(len, problems)) < 3000
 
 
 def test_recipe_file_that_cannot_be_read(tmp_path: Path):
     (tmp_path / "latin.yaml").write_bytes(b"output_dir: \xe9\n")
-    for path, said in (("none.yaml", "no such recipe file"), ("", "a folder; name"), ("latin.yaml", "UTF-8")):
+    for path, said in (("none.yaml", "no such recipe file"), ("", "Is a directory"), ("latin.yaml", "UTF-8")):
         assert said in problems_of(str(tmp_path / path))[0]
 
 
