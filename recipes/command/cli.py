@@ -117,7 +117,7 @@ def parse_arguments(
 
 
 def run(main: Callable[[], None], many_processes: bool = False) -> None:
-    """Calls `main` and turns errors into exit codes: 2 for a UserError or an unwritable path, with its problems on stderr,
+    """Calls `main` and turns errors into exit codes: 2 for a UserError or an unwritable path, after its problems,
     130 for Ctrl-C, 141 for a closed output pipe (`| head`). Other exceptions are defects of ours.
 
     Args:
