@@ -136,8 +136,7 @@ class DataSection(Section):
     max_prompts: Count | None = None
     """Most conversations to read; dropped duplicates do not count."""
     duplicates: Literal["drop", "keep"] = "drop"
-    """Conversations that ask the same questions as an earlier one are dropped and counted, or kept, for several answers
-    to one question at a temperature above 0."""
+    """Of conversations that ask the same: keep them for several answers to one question at a temperature above 0."""
     conversations: str | None = None
     """File that regenerate writes and training reads. Default: <output_dir>/conversations.jsonl."""
     max_length: int = Field(default=2048, ge=8, le=MOST_COUNTED)
@@ -150,9 +149,8 @@ class DataSection(Section):
     ranking: RankingSection = RankingSection()
     sam: SamCorpusSection = SamCorpusSection()
     states: str | None = None
-    """Folder of hidden states, which regeneration in process writes with the answers, data_gen/capture.py later, and
-    training reads instead of running the target. None: the target runs beside the drafter; capture writes to
-    <output_dir>/states."""
+    """Folder of hidden states, which regeneration in process writes with the answers, or data_gen/capture.py later, and
+    training reads. None: the target runs beside the drafter; capture writes to <output_dir>/states."""
     capture: CaptureSection = CaptureSection()
 
     @property

@@ -27,8 +27,7 @@ class DrafterSection(Section):
     """`eagle3` (train/eagle3.py), `eagle`: EAGLE-1/2, and HASS with more than one train.ttt_steps (train/eagle.py),
     `poss`: position specialists (train/poss.py), or `vispec`, for vision-language targets (train/vispec.py)."""
     base: Literal["eagle", "eagle3"] = "eagle"
-    """The drafter that position specialists or ViSpec extend. Both were published over EAGLE-1's layer, position
-    specialists with HASS's training."""
+    """The drafter that position specialists or ViSpec extend. Both were published over EAGLE-1's layer."""
     positions_per_specialist: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
     """For poss and vispec: number of consecutive draft positions per specialist (n of PosS-n). Default: 2."""
     specialists: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
@@ -42,12 +41,10 @@ class DrafterSection(Section):
     num_layers: Annotated[int, Field(ge=1, le=1000)] = 1
     """For eagle and eagle3: number of decoder layers, one above the other."""
     capture_layers: list[int] | None = None
-    """Target states that EAGLE-3 fuses into features, as indices into `hidden_states` (0 is the embedding). Default:
-    (2, L//2, L-3)."""
+    """`hidden_states` of the target (0 is the embedding) that EAGLE-3 fuses. Default: (2, L//2, L-3)."""
     vocab_size: Size | None = None
     """Size of the draft vocabulary: the most frequent supervised tokens, and the lowest other ids if these are fewer.
-    None: the target's whole vocabulary, the only choice for drafters that use the target's own head (eagle, and poss
-    and vispec over it)."""
+    None: the whole vocabulary, the only choice with the target's own head (eagle; poss and vispec over it)."""
     num_attention_heads: Size | None = None
     """None: the target's."""
     num_key_value_heads: Size | None = None

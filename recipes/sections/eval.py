@@ -63,8 +63,7 @@ class TreeSection(Section):
     """Most draft calls in a round, equal to the greatest depth of the tree. Default: nodes - 1 for a chain, 8 for
     eagle2, 11 for ddd and svip_tree, 40 for svip, 10 for c2t, the longest path for static."""
     top_k: Beam | None = None
-    """Children proposed per node, and the beam width of eagle2, ddd and svip_tree; not for chains and static trees.
-    Default: 10; 15 for c2t."""
+    """Children per node, and the beam width of eagle2, ddd and svip_tree. Default: 10; 15 for c2t."""
     paths: Annotated[list[Annotated[list[CountOrZero], Field(min_length=1)]], Field(min_length=1)] | None = None
     """The nodes of a static tree below the root, each as the child ranks that lead to it: [[0], [1], [0, 0]] is the
     likeliest child, the second likeliest, and the likeliest child of the first. Default: EAGLE-1's 25 nodes."""
@@ -254,8 +253,7 @@ class ContenderSection(Section):
     draft_model: TargetSection | None = None
     """The small model of causal_lm and hierarchy: with the target's tokenizer, or the target itself, quantised."""
     min_draft_length: Count | None = None
-    """For a hierarchy: length at which its chain ends, or up to tree.draft_calls later. Default: 6. Its tree has 30
-    nodes in 3 draft calls by default."""
+    """For a hierarchy, whose tree has 30 nodes in 3 calls by default: least length of its chain. Default: 6."""
     quantization: Precision = None
     """Precision of the target for this contender. Plain decoding in that precision then gets its own row."""
     sam: SamSection | None = None
@@ -388,7 +386,6 @@ class ExportSection(Section):
     dtype: Literal["trained", "float32", "bfloat16", "float16"] = "trained"
     """Precision of the exported weights. Engines cast them to their own."""
     license: str | None = None
-    """Licence for the model card, as an identifier of the Hub (apache-2.0, llama3.1). Drafters inherit obligations from
-    their target and from their training data."""
+    """The model card's, by its name on the Hub (apache-2.0). Target and training data bring obligations with them."""
     out: str | None = None
     """Folder to write. Default: <output_dir>/export/<engine>."""

@@ -80,14 +80,12 @@ class TargetSection(Section):
     chat_template: str | None = None
     """A file with a Jinja chat template, for a base model without one or to replace the tokenizer's own."""
     thinking: bool | None = None
-    """The switch of chat templates that have one (Qwen3's `enable_thinking`, DeepSeek-V3.1's `thinking`). None: the
-    template's default."""
+    """The switch of chat templates (Qwen3's `enable_thinking`, DeepSeek-V3.1's `thinking`). None: their default."""
     template_args: dict[str, str | int | float | bool] = {}
     """Further variables of the chat template, for example {reasoning_effort: low} for gpt-oss."""
     date: Annotated[str, BeforeValidator(_date)] | None = None
-    """The day (YYYY-MM-DD) that chat templates with `strftime_now` write into prompts (Llama 3.1, gpt-oss). None: that
-    of the run whose data.conversations or data.states are read, or else the day of the first prompt;
-    <output_dir>/prompt_date.txt keeps it."""
+    """The day (YYYY-MM-DD) that chat templates with `strftime_now` write (Llama 3.1, gpt-oss). None: that of the run
+    whose conversations or states are read, or the day of the first prompt; <output_dir>/prompt_date.txt keeps it."""
     _kept_date: KeptDate | None = PrivateAttr(None)  # set by Recipe
 
     @model_validator(mode="after")

@@ -46,8 +46,7 @@ class TrainSection(Section):
     warmup_steps: CountOrZero = 0
     """Optimiser steps of linear warm-up."""
     schedule: Literal["cosine", "linear"] = "cosine"
-    """Decay after the warm-up, to zero at the last step. A run resumed with another number of steps goes on at the rate
-    of its new length."""
+    """Decay to zero at the last step. A run resumed with another number of steps goes on at its new rate."""
     adam_beta1: Number = Field(default=0.9, ge=0, lt=1)
     """Decay of AdamW's running mean of gradients."""
     adam_beta2: Number = Field(default=0.95, ge=0, lt=1)
@@ -64,23 +63,19 @@ class TrainSection(Section):
     """Unroll steps: the depth of the chains trained on. Default: 7 for eagle3, 1 for eagle (more is HASS),
     positions_per_specialist * specialists with specialists, else 2 for vispec, but 7 over eagle3."""
     step_weight: StepWeight = 0.8
-    """Weight of unroll step k's loss: step_weight**k, or a list's entry k. `acceptance` weights each step of each chain
-    by its gain in decoding (train/loss/step_weights.py); a better drafter may then have a higher loss. Default: 0.8
-    for eagle3 and what extends it, else 1."""
+    """Weight of unroll step k's loss: step_weight**k, or a list's entry k. `acceptance`: by each step's gain in decoding
+    (train/loss/step_weights.py; losses do not compare). Default: 0.8 for eagle3 and what extends it, else 1."""
     token_loss: PositiveOrZero = 1.0
     """Weight of `token_objective`, by default the soft cross-entropy with the target's distribution. Default: 1 for
     eagle3 and what extends it, 10 for vispec, else 0.1."""
     feature_loss: PositiveOrZero = 0.0
-    """Weight of the smooth L1 distance between the drafted and the target's feature. Default: 1 for eagle and for poss
-    over it, else 0."""
+    """Weight of the smooth L1 distance of drafted features. Default: 1 for eagle and for poss over it, else 0."""
     top_k_loss: PositiveOrZero = 0.0
     """Weight of the cross-entropy over the target's 10 likeliest tokens (HASS: 1)."""
     token_objective: TokenObjective = "soft_ce"
-    """What `token_loss` weights (train/loss/losses.py): a distance between the drafter's distribution and the target's.
-    Default: soft_ce, for vispec total_variation."""
+    """What `token_loss` weights (train/loss/losses.py). Default: soft_ce, for vispec total_variation."""
     rank_loss: PositiveOrZero = 0.0
-    """Weight of ViSpec's ranking loss: the likelihood of the target's order of its 10 likeliest tokens. Default: 0.05
-    for vispec, else 0."""
+    """Weight of ViSpec's loss on the order of the target's 10 likeliest tokens. Default: 0.05 for vispec, else 0."""
     feature_noise: PositiveOrZero = 0.0
     """Width of the uniform noise on the target's features in the drafter's input, for rows of 512 tokens. Shorter rows
     get more, longer rows less. Default: 0 for eagle3 and what extends it, else 0.2."""
@@ -119,8 +114,7 @@ class TrainSection(Section):
     """Keep the checkpoint with the highest value of this metric on the validation conversations, and save its drafter
     at the end. replay_tau needs eval_replay; simulated_tau validates every checkpoint. None: the last checkpoint's."""
     trackers: list[str] = ["tensorboard"]
-    """Trackers that also receive metrics.jsonl: tensorboard (in <output_dir>/tensorboard), wandb, or another of
-    accelerate's, by name."""
+    """accelerate's trackers that also receive metrics.jsonl: tensorboard (in <output_dir>/tensorboard), wandb ..."""
 
 
 class LabelSection(Section):
