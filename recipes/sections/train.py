@@ -63,7 +63,7 @@ class TrainSection(Section):
     """Unroll steps: the depth of the chains trained on. Default: 7 for eagle3, 1 for eagle (more is HASS),
     positions_per_specialist * specialists with specialists, else 2 for vispec, but 7 over eagle3."""
     step_weight: StepWeight = 0.8
-    """Weight of unroll step k's loss: step_weight**k, or a list's entry k. `acceptance`: by each step's gain in decoding
+    """Weight of unroll step k's loss: step_weight**k, or a list's entry k. `acceptance`: each step's gain in decoding
     (train/loss/step_weights.py; losses do not compare). Default: 0.8 for eagle3 and what extends it, else 1."""
     token_loss: PositiveOrZero = 1.0
     """Weight of `token_objective`, by default the soft cross-entropy with the target's distribution. Default: 1 for
