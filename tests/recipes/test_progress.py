@@ -60,7 +60,7 @@ def test_a_log_gets_one_line_a_stage_and_one_every_thirty_seconds(
     assert drawn(monkeypatch, clock, False, 8) == line
     # Two minutes a prompt: a log cannot wait for them.
     minutes = drawn(monkeypatch, clock, False, 480).splitlines()
-    assert minutes[0] == "decode: 0 of 8 prompts in 00:36,     ?prompt/s, ? left, tau 2.31"
+    assert minutes[0] == "decode: 0 of 8 prompts in 00:36, ?prompt/s, ? left, tau 2.31"
     assert len(minutes) == 480 // 36 + 1  # looked at every 12 seconds, and the last line
     assert minutes[-1] == "decode: 4 of 8 prompts in 08:00, 120.00s/prompt, 08:00 left, tau 2.31"
 
