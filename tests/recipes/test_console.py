@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -249,20 +250,18 @@ sys.exit(pipeline._call(["train"]))
 
 
 def test_a_stage_that_did_not_end_well_is_not_done(stages: Stages, capsys: pytest.CaptureFixture[str]) -> None:
-    stages.fails["train"] = 2
-    with pytest.raises(SystemExit) as ended:
-        stages.run()
-    assert ended.value.code == 2 and stages.called == ALL[:3]
-    stages.fails["train"] = 0  # SIGTERM: it saved a checkpoint and ended well, without a drafter
-    with pytest.raises(SystemExit) as ended:
-        stages.run()
-    assert ended.value.code == 1 and "train stopped early" in capsys.readouterr().err
-    stages.fails.clear()
+    def ends(code: int, *words: str) -> int | str | None:
+        """How `run` ends if training exits with this code and writes nothing."""
+        stages.fails["train"] = code
+        with pytest.raises(SystemExit) as ended:
+            stages.run(*words)
+        stages.fails.clear()
+        return ended.value.code
+
+    assert ends(2) == 2 and stages.called == ALL[:3]
+    assert ends(0) == 1 and "train stopped early" in capsys.readouterr().err  # SIGTERM: it saved a checkpoint
     assert stages.run() == ALL[2:]
-    stages.fails["train"] = 0  # an older drafter is not this run's
-    with pytest.raises(SystemExit) as ended:
-        stages.run("train.max_steps=9")
-    assert ended.value.code == 1
+    assert ends(0, "train.max_steps=9") == 1  # an older drafter is not this run's
 
 
 def test_a_recipe_decides_which_stages_there_are(stages: Stages) -> None:
@@ -294,6 +293,13 @@ def test_each_stage_names_the_next_one(
 # draftsmith init
 
 
+def changed(target_dir: Path, folder: Path, **config: Any) -> Path:
+    """The target in another folder, with other entries of its config."""
+    shutil.copytree(target_dir, folder, dirs_exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(json.loads((target_dir / "config.json").read_text()) | config))
+    return folder
+
+
 def test_init_writes_a_recipe_for_the_target(
     target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -311,41 +317,30 @@ def test_init_writes_a_recipe_for_the_target(
 
 @pytest.mark.parametrize("depth", [1, 6, 7])
 def test_init_names_states_that_a_target_of_any_depth_has(target_dir: Path, tmp_path: Path, depth: int) -> None:
-    shallow, path = tmp_path / "shallow", tmp_path / "my.yaml"
-    shutil.copytree(target_dir, shallow)
-    config = json.loads((shallow / "config.json").read_text()) | {"num_hidden_layers": depth, "layer_types": None}
-    (shallow / "config.json").write_text(json.dumps(config))
+    shallow, path = changed(target_dir, tmp_path / "x", num_hidden_layers=depth, layer_types=None), tmp_path / "my.yaml"
     path.write_text(starter.starter_recipe(str(shallow), starter.PROMPTS, path))
     recipe = load_recipe(path)
     shape = drafter_shape(recipe.drafter, TargetFiles(recipe.target).config)
     assert isinstance(shape, Eagle3Config) and len(shape.capture_layers) == min(depth, 3)
-    if depth == 7:
-        assert recipe.drafter.capture_layers is None
-        return
-    with pytest.raises(UserError, match=r"too shallow for the default .*, for example \[") as raised:
-        drafter_shape(load_recipe(path, ["drafter.capture_layers=null"]).drafter, TargetFiles(recipe.target).config)
-    assert str(raised.value).endswith(str(recipe.drafter.capture_layers))  # the advice works, too
+    assert (recipe.drafter.capture_layers is None) == (depth == 7)
+    if depth < 7:
+        with pytest.raises(UserError, match=r"too shallow for the default .*, for example \[") as raised:
+            drafter_shape(load_recipe(path, ["drafter.capture_layers=null"]).drafter, TargetFiles(recipe.target).config)
+        assert str(raised.value).endswith(str(recipe.drafter.capture_layers))  # the advice works, too
 
 
 def test_init_s_numbers_follow_the_target_s_size(target_dir: Path, tmp_path: Path) -> None:
-    large = tmp_path / "Large Model"
-    config = json.loads((target_dir / "config.json").read_text())
     wide = {"hidden_size": 4096, "vocab_size": 151_936, "max_position_embeddings": 40_960, "num_hidden_layers": 36}
-    large.mkdir()
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (large / file).write_bytes((target_dir / file).read_bytes())
-    (large / "config.json").write_text(json.dumps(config | wide))
-    switch = "{% if enable_thinking %}x{% endif %}"
-    (large / "chat_template.jinja").write_text(switch + (target_dir / "chat_template.jinja").read_text())
+    large = changed(target_dir, tmp_path / "Large Model", **wide)
+    template = (target_dir / "chat_template.jinja").read_text()
+    (large / "chat_template.jinja").write_text("{% if enable_thinking %}x{% endif %}" + template)
     text = starter.starter_recipe(str(large), starter.PROMPTS, Path("of-mine/Large 2.yaml"))
-    assert "leave both out for EAGLE's code, llama.cpp\n" in text
-    (large / "config.json").write_text(
-        json.dumps(config | wide | {"model_type": "granite", "embedding_multiplier": 12})
-    )
-    scaled = starter.starter_recipe(str(large), starter.PROMPTS, Path("scaled.yaml"))
-    assert "leave both out for SGLang, EAGLE's code, llama.cpp\n" in scaled
     found = yaml.safe_load(text)
     assert found["output_dir"] == "runs/large-2"
     assert found["drafter"]["vocab_size"] == 32_000 and found["train"]["learning_rate"] == "1e-4"
     assert found["target"] == {"model": str(large), "dtype": "auto", "thinking": False}
     assert "reads states 2, 18, 33 of 36" in text and found["data"]["max_length"] == 2048
+    assert "leave both out for EAGLE's code, llama.cpp\n" in text
+    changed(target_dir, large, **wide, model_type="granite", embedding_multiplier=12)
+    scaled = starter.starter_recipe(str(large), starter.PROMPTS, Path("scaled.yaml"))
+    assert "leave both out for SGLang, EAGLE's code, llama.cpp\n" in scaled
