@@ -51,7 +51,7 @@ class Bar(tqdm):
 
     def line(self) -> str:
         """The progress in words: "decode: 12 of 60 prompts in 00:31, 2.58s/prompt, 02:04 left, tau 2.31"."""
-        settings = self.format_dict | {"bar_format": LINE, "rate": None}  # the mean pace since it was made
+        settings = {**self.format_dict, "bar_format": LINE, "rate": None}  # the mean pace since it was made
         return self.format_meter(**settings)
 
 
