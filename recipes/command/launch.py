@@ -58,7 +58,7 @@ def check_joined(started: int, processes: int) -> None:
     if started != processes:
         with first_one_reports():
             raise UserError(
-                f"{started} processes were started (WORLD_SIZE), and this run would have {processes}. Use torchrun "
+                f"{started} processes were started (WORLD_SIZE), and this run would have {processes}: use torchrun "
                 f"--nproc_per_node {started} {_script()}; if you did, there is no process group for this kind of "
                 "device: start one process, or train on the CPU (ACCELERATE_USE_CPU=true)"
             )
