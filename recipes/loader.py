@@ -225,14 +225,17 @@ def _problems(source: _Source, error: ValidationError) -> list[str]:
     for item in error.errors():  # a union has several for one place
         kind, location = item["type"], item["loc"]
         if kind == "missing":
-            problems.append(f"{source.place(location)}: `{_dotted(location)}` is missing{_meaning(location)}")
+            info = _keys(_section_at(location[:-1])).get(str(location[-1]))
+            meaning = f": {info.description}" if info and info.description else ""
+            problems.append(f"{source.place(location)}: `{_dotted(location)}` is missing{meaning}")
         elif kind == "extra_forbidden":
             problems.append(f"{source.place(location)}: unknown key `{_dotted(location)}`{_suggestion(location)}")
         elif kind == "value_error":
             raised = item["ctx"]["error"]  # type: ignore[typeddict-item]
             if isinstance(raised, ImpossibleSettings):
-                parts = (problem.partition(": ") for problem in raised.problems)
-                problems += [source.at((*location, *_path_below(key)), said) for key, _, said in parts]
+                for key, _, said in (problem.partition(": ") for problem in raised.problems):
+                    below = (int(name) if name.isdecimal() else name for name in key.split("."))
+                    problems.append(source.at((*location, *below), said))
             else:
                 problems.append(source.at(location, str(raised)))
         else:
@@ -253,10 +256,6 @@ def _problems(source: _Source, error: ValidationError) -> list[str]:
             expected = " or ".join(dict.fromkeys(unions[problem]))
             sentences.append(source.at(problem, f"expected {expected}, given {given[problem]}"))
     return sentences
-
-
-def _path_below(dotted: str) -> KeyPath:
-    return tuple(int(key) if key.isdecimal() else key for key in dotted.split("."))
 
 
 def _given(value: Any) -> str:
@@ -295,11 +294,6 @@ def _section_at(path: KeyPath) -> type[BaseModel] | None:
 def _keys(section: type[BaseModel] | None) -> dict[str, FieldInfo]:
     """A section's keys as recipes write them: `lambda` is no name in Python."""
     return {info.alias or name: info for name, info in section.model_fields.items()} if section else {}
-
-
-def _meaning(path: KeyPath) -> str:
-    info = _keys(_section_at(path[:-1])).get(str(path[-1]))
-    return f": {info.description}" if info and info.description else ""
 
 
 def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:

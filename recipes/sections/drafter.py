@@ -18,7 +18,6 @@ class LoraSection(Section):
     """Linear layers to adapt, by the last part of their name: [q_proj, v_proj]. None: all, the head included."""
 
 
-MOST_COMPRESSED = 4096
 MOST_SPECIALISTS = 64  # also of positions of each; far more than a round drafts
 
 
@@ -33,7 +32,7 @@ class DrafterSection(Section):
     specialists: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
     """For poss and vispec: number of specialists; the last one also drafts all later positions. Default: 4. If neither
     this key nor positions_per_specialist is set, vispec has no specialists."""
-    compressed_tokens: int | None = Field(default=None, ge=0, le=MOST_COMPRESSED)
+    compressed_tokens: int | None = Field(default=None, ge=0, le=4096)
     """For vispec: tokens that stand for a picture in the drafter's input. Default: 1. With 0 and global_vector: false,
     it sees nothing of a picture; kinds eagle and eagle3 see all of its tokens."""
     global_vector: bool = True

@@ -225,17 +225,13 @@ class AcceptanceSection(Section):
     """Where distances between tokens come from: `codebook`, the target's own (Emu3); `embedding`, its input embeddings;
     or a safetensors file with `codebook` [C, d] and `token_ids` [C]."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _default_bound(cls, values: Any) -> Any:
-        rule = str(values.get("rule")) if isinstance(values, dict) else ""
-        own, most = {"lantern": ("delta", 0.1), "lantern++": ("lambda", 5.0)}.get(rule, (None, None))
-        return values if own is None or values.get(own) is not None else {**values, own: most}
-
     @model_validator(mode="after")
     def _one_bound(self) -> Self:
-        if (self.factor if self.rule == "lantern" else self.delta) is not None:
+        own, other, default = ("delta", "factor", 0.1) if self.rule == "lantern" else ("factor", "delta", 5.0)
+        if getattr(self, other) is not None:
             raise ValueError("lambda is the bound of lantern++, delta that of lantern")
+        if getattr(self, own) is None:
+            vars(self)[own] = default  # the section is frozen from here on
         return self
 
 
