@@ -6,7 +6,6 @@ Each problem names its place, `recipe.yaml:12` or `override 'train.seed=x'`, and
 import difflib
 import os
 import re
-import tempfile
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,41 +17,19 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from draftsmith.recipes.errors import UserError, first_line, quoted
-from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, benchmark_of
+from draftsmith.recipes.prompts.benchmarks import BENCHMARKS
 from draftsmith.recipes.prompts.sources import check_source, file_sources
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.base import ImpossibleSettings
 
 KeyPath = tuple[str | int, ...]
 
-EXPECTED = {
-    "string_type": "text",
-    "string_too_short": "text that is not empty",
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "model_type": "a section of `key: value` lines",
-    "literal_error": "one of {expected}",
-    "greater_than": "a number above {gt}",
-    "greater_than_equal": "at least {ge}",
-    "less_than": "a number below {lt}",
-    "less_than_equal": "at most {le:,}",
-}
-"""pydantic's error types in words; the braces are filled from the error's context."""
+# Of pydantic's messages.
+SHORTER = {"Input should be ": "", "greater than or equal to": "at least", "less than or equal to": "at most"}
 
-PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
-MERGE_TAG = "tag:yaml.org,2002:merge"  # of the key in `<<: *defaults`
-TEXT_TAG = "tag:yaml.org,2002:str"
-
-# Far beyond any recipe, and read in a second. Few characters can expand to endlessly many values, because aliases may
-# name lists of aliases.
+# Far beyond any recipe, and read in a second.
 MOST_CHARACTERS = 60_000
-MOST_VALUES = 10_000
-MOST_DIGITS = 400
-MOST_PROBLEMS = 50
+MOST_VALUES = 10_000  # those that aliases repeat included
 PASSWORD = re.compile(r"//[^/\s]*@")  # and user name, in a URL
 PACKAGE = Path(__file__).parents[1]  # holds the folder `recipes`
 BEFORE_PATH = re.compile(rf"(?:--[\w-]+=|(?:hf|{'|'.join(BENCHMARKS)}):)?(?=~[^/\s]*/)")
@@ -95,11 +72,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         source.problems += _missing_files(source)
     except OSError as error:  # an impossible path
         source.problems.append(f"{path}: {_cut(str(error.filename))}: {error.strerror}")
-    problems = list(dict.fromkeys(source.problems))  # an alias repeats a section's
-    if len(problems) > MOST_PROBLEMS:
-        raise UserError([*problems[:MOST_PROBLEMS], f"{path}: and more problems; fix these first"])
-    if problems or recipe is None:
-        raise UserError(problems)
+    if source.problems or recipe is None:
+        raise UserError(list(dict.fromkeys(source.problems)))  # an alias repeats a section's
     return recipe
 
 
@@ -117,13 +91,11 @@ def _read_file(path: Path) -> _Source:
             text = file.read(MOST_CHARACTERS + 1)
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe file") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: a folder; name a recipe file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     if len(text) > MOST_CHARACTERS:
         raise UserError(f"{path}: too long for a recipe, which has at most {MOST_CHARACTERS:,} characters")
-    source = _Source(places={(): str(path)})
+    source = _Source()
     try:
         values = _read_yaml(source, text, (), lambda line: f"{path}:{line}")
     except yaml.YAMLError as error:
@@ -147,60 +119,48 @@ def placed(text: str) -> str:
     return text if before is None else before[0] + os.path.expanduser(text[before.end() :])
 
 
-def _refused(mark: yaml.Mark, problem: str) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(None, None, problem, mark)
-
-
 def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int], str]) -> Any:
     """The value of YAML `text` at `path`. Notes places and repeated keys in `source`."""
     loader = yaml.SafeLoader(text)
-    count = 0
 
-    def value_of(node: yaml.Node, path: KeyPath, key_line: int) -> Any:
-        nonlocal count
-        count += 1
-        source.places[path] = place(key_line)
-        if count > MOST_VALUES:
-            raise _refused(node.start_mark, f"more than {MOST_VALUES:,} values, those that aliases repeat included")
-        if isinstance(node, yaml.ScalarNode):
-            if node.tag != TEXT_TAG and len(node.value) > MOST_DIGITS:
-                raise _refused(node.start_mark, f"a value of {len(node.value):,} characters that is not text")
-            try:
-                value = loader.construct_object(node)
-                return placed(value) if isinstance(value, str) else value
-            except (ValueError, KeyError, AttributeError) as error:  # 2024-13-45, !!bool maybe, !!timestamp abc
-                why = error if isinstance(error, ValueError) else f"{node.value!r} is not a {node.tag.split(':')[-1]}"
-                raise _refused(node.start_mark, str(why)) from None
-        if node.tag not in PLAIN_TAGS:
-            raise _refused(node.start_mark, f"unknown tag {node.tag}")
+    def note(node: yaml.Node, path: KeyPath, line: int) -> None:
+        source.places[path] = place(line)
+        if len(source.places) > MOST_VALUES:
+            raise yaml.YAMLError(f"more than {MOST_VALUES:,} values")
         if isinstance(node, yaml.SequenceNode):
-            return [value_of(item, (*path, index), item.start_mark.line + 1) for index, item in enumerate(node.value)]
-        merged: dict[str, Any] = {}
-        own: dict[str, tuple[yaml.Node, int]] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            if key_node.tag == MERGE_TAG:
-                # The first of several sections has priority.
-                for each in reversed(value_node.value) if isinstance(value_node, yaml.SequenceNode) else (value_node,):
-                    if not isinstance(each, yaml.MappingNode):
-                        raise _refused(each.start_mark, "`<<` takes a section or a list of sections")
-                    merged |= value_of(each, path, key_line)
-            elif not isinstance(key_node, yaml.ScalarNode):
-                source.problems.append(f"{place(line)}: a key must be a single word")
-            else:
-                if key_node.value in own:
-                    name, first = _dotted((*path, key_node.value)), place(own[key_node.value][1])
-                    source.problems.append(f"{place(line)}: `{name}` is given twice, first at {first}")
-                own[key_node.value] = value_node, line
-        return merged | {key: value_of(value, (*path, key), line) for key, (value, line) in own.items()}
+            for index, item in enumerate(node.value):
+                note(item, (*path, index), item.start_mark.line + 1)
+        elif isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                name, line = str(key.value), key.start_mark.line + 1
+                if name in lines:
+                    twice = f"`{_dotted((*path, name))}` is given twice, first at {place(lines[name])}"
+                    source.problems.append(f"{place(line)}: {twice}")
+                lines[name] = line
+                note(value, (*path, name), line)
 
     try:
         node = loader.get_single_node()
-        return None if node is None else value_of(node, path, node.start_mark.line + 1)
+        if node is None:
+            return None
+        note(node, path, node.start_mark.line + 1)
+        return _with_paths(loader.construct_document(node))
     except RecursionError:
         raise yaml.YAMLError("nested too deeply, or an alias that contains itself") from None
+    except (ValueError, KeyError, AttributeError) as error:  # 2024-13-45, !!bool maybe, !!timestamp abc
+        raise yaml.YAMLError(f"a value that is not what it seems: {error}") from None
     finally:
         loader.dispose()
+
+
+def _with_paths(value: Any) -> Any:
+    """A copy with every text `placed`, in which nothing is shared by aliases: overrides change one place."""
+    if isinstance(value, dict):
+        return {str(key): _with_paths(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_with_paths(each) for each in value]
+    return placed(value) if isinstance(value, str) else value
 
 
 def _yaml_problem(error: yaml.YAMLError, where: str) -> str:
@@ -219,23 +179,21 @@ def _apply_override(source: _Source, override: str) -> None:
         return
     # Missing sections on the path are created. An index names a list item: eval.also.0.name=x
     path: KeyPath = ()
+    parent: Any = None
     key: Any = None
-    parent: Any = source.values
-    for depth, name in enumerate(names):
-        if isinstance(parent, list) and name.isdecimal() and len(name) < 10 and int(name) < len(parent):
-            key = int(name)
-        elif isinstance(parent, dict):
-            key = name
-        else:
+    inner: Any = source.values
+    for name in names:
+        parent = inner
+        key = int(name) if isinstance(parent, list) and name.isdecimal() else name
+        if not isinstance(parent, dict) and not (isinstance(parent, list) and key in range(len(parent))):
             what = f"a list of {len(parent)}" if isinstance(parent, list) else _given(parent)
             source.problems.append(f"{where}: `{_dotted(path)}` is {what}, it has no `{_cut(name)}`")
             return
         path = (*path, key)
-        if depth < len(names) - 1:
-            if isinstance(parent, dict) and parent.get(name) is None:
-                parent[name] = {}
-                source.places[path] = where
-            parent = parent[key]
+        inner = parent.get(key) if isinstance(parent, dict) else parent[key]
+        if inner is None and len(path) < len(names):
+            inner = parent[key] = {}
+            source.places[path] = where
     for old in [old for old in source.places if old[: len(path)] == path]:  # the override replaces all below this key
         del source.places[old]
     try:
@@ -261,25 +219,30 @@ def _value_path(source: _Source, location: tuple[str | int, ...]) -> KeyPath:
 
 def _problems(source: _Source, error: ValidationError) -> list[str]:
     """One sentence per wrong place, in the order of the schema."""
-    unions: dict[KeyPath, list[str]] = {}
+    unions: dict[KeyPath, list[str]] = {}  # what is expected at a place
     given: dict[KeyPath, str] = {}
     problems: list[str | KeyPath] = []
-    for item in error.errors()[: 4 * MOST_PROBLEMS]:  # a union has several for one place; suggestions take time
+    for item in error.errors():  # a union has several for one place
         kind, location = item["type"], item["loc"]
         if kind == "missing":
-            problems.append(f"{source.place(location)}: `{_dotted(location)}` is missing{_meaning(location)}")
+            info = _keys(_section_at(location[:-1])).get(str(location[-1]))
+            meaning = f": {info.description}" if info and info.description else ""
+            problems.append(f"{source.place(location)}: `{_dotted(location)}` is missing{meaning}")
         elif kind == "extra_forbidden":
             problems.append(f"{source.place(location)}: unknown key `{_dotted(location)}`{_suggestion(location)}")
         elif kind == "value_error":
             raised = item["ctx"]["error"]  # type: ignore[typeddict-item]
             if isinstance(raised, ImpossibleSettings):
-                parts = (problem.partition(": ") for problem in raised.problems)
-                problems += [source.at((*location, *_path_below(key)), said) for key, _, said in parts]
+                for key, _, said in (problem.partition(": ") for problem in raised.problems):
+                    below = (int(name) if name.isdecimal() else name for name in key.split("."))
+                    problems.append(source.at((*location, *below), said))
             else:
                 problems.append(source.at(location, str(raised)))
         else:
             path = _value_path(source, location)
-            words = EXPECTED[kind].format(**item.get("ctx", {})) if kind in EXPECTED else item["msg"]
+            words = "a section of `key: value` lines" if kind == "model_type" else item["msg"]
+            for theirs, ours in SHORTER.items():
+                words = words.replace(theirs, ours)
             if path not in unions:
                 problems.append(path)
             unions.setdefault(path, []).append(words)
@@ -295,20 +258,12 @@ def _problems(source: _Source, error: ValidationError) -> list[str]:
     return sentences
 
 
-def _path_below(dotted: str) -> KeyPath:
-    return tuple(int(key) if key.isdecimal() else key for key in dotted.split("."))
-
-
 def _given(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return _cut(f"the number {value}")
-    if isinstance(value, str):
-        return f"the text '{_cut(value)}'"
-    return {dict: "a section", list: "a list"}.get(type(value), f"the {type(value).__name__} {value}")
+    if isinstance(value, dict | list):
+        return "a list" if isinstance(value, list) else "a section"
+    if value is None or isinstance(value, bool):
+        return "nothing" if value is None else str(value).lower()
+    return quoted(value)
 
 
 def _cut(text: str) -> str:
@@ -341,11 +296,6 @@ def _keys(section: type[BaseModel] | None) -> dict[str, FieldInfo]:
     return {info.alias or name: info for name, info in section.model_fields.items()} if section else {}
 
 
-def _meaning(path: KeyPath) -> str:
-    info = _keys(_section_at(path[:-1])).get(str(path[-1]))
-    return f": {info.description}" if info and info.description else ""
-
-
 def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
     for name, info in _keys(section).items():
         yield prefix + name
@@ -376,58 +326,36 @@ def _missing_files(source: _Source) -> list[str]:
     template = _raw(source, ("target", "chat_template"))
     if isinstance(template, str) and not Path(template).is_file():
         problems["target", "chat_template"] = f"no such file: {template}"
-    conversations, output = _raw(source, ("data", "conversations")), _raw(source, ("output_dir",))
-    written = _identified(str(conversations or Path(str(output)) / "conversations.jsonl"))
+    conversations = _raw(source, ("data", "conversations"))
+    written = Path(str(conversations or Path(str(_raw(source, ("output_dir",)))) / "conversations.jsonl")).resolve()
     for key in ("data", "eval"):
-        seen: dict[str, str] = {}
         given = _raw(source, (key, "prompts"))
         for index, name in enumerate(given if isinstance(given, list) else [given]):
             if not isinstance(name, str):
                 continue
             problem = check_source(name)
             for part in file_sources(name):
-                if (same := _identified(part)) in seen:
-                    problem = f"{part} is given twice, first as {seen[same]}"
-                elif same == written and (conversations or part != name):
+                if Path(part).resolve() == written and (conversations or part != name):
                     problem = f"{part} is data.conversations, too; name another file there, regenerate writes to it"
-                seen[same] = name
             problems[(key, "prompts", index) if isinstance(given, list) else (key, "prompts")] = problem
     for path in (("output_dir",), ("data", "conversations"), ("data", "reprompt", "out"), ("eval", "out")):
-        if isinstance(written := _raw(source, path), str):
-            problems[path] = output_problem(Path(written), folder=path[0] != "data")
+        if isinstance(out := _raw(source, path), str):
+            problems[path] = output_problem(Path(out), folder=path[0] != "data")
     return [source.at(path, problem) for path, problem in problems.items() if problem is not None]
-
-
-def _identified(name: str) -> str:
-    """A text that is equal for two spellings of the same source."""
-    named = benchmark_of(name)
-    if named is not None and named[1] is None:
-        return named[0]
-    if name.startswith("hf:"):
-        return name
-    return str(Path(named[1] if named and named[1] else name).resolve())
 
 
 def output_problem(path: Path, folder: bool) -> str | None:
     """Why `path` cannot be made, or None."""
-    if "\0" in str(path):
-        return f"{quoted(str(path))} is not a valid path"
     try:
-        if folder and path.is_file():
-            return f"{path} is a file; name a folder"
-        if not folder and path.is_dir():
-            return f"{path} is a folder; name a file"
-        above = next((parent for parent in path.absolute().parents if parent.exists()), None)
-    except OSError as error:
-        return f"{quoted(str(path))} is not a valid path: {error.strerror}"
-    if above is not None and not above.is_dir():
+        if path.exists() and path.is_dir() != folder:
+            return f"{path} is a file; name a folder" if folder else f"{path} is a folder; name a file"
+        above = next(parent for parent in path.absolute().parents if parent.exists())
+    except (OSError, ValueError) as error:  # too long, or with a zero byte
+        return f"{quoted(str(path))} is not a valid path: {getattr(error, 'strerror', error)}"
+    if not above.is_dir():
         return f"{path} cannot be made: {above} is a file"
-    if path.exists() or above is None:
-        return None
-    try:  # permissions are not enough: nobody can create files in /proc
-        os.rmdir(tempfile.mkdtemp(prefix=".draftsmith-", dir=above))
-    except OSError as error:
-        return f"{path} cannot be made: nothing can be written to {above} ({error.strerror})"
+    if not path.exists() and not os.access(above, os.W_OK):
+        return f"{path} cannot be made: nothing can be written to {above}"
     return None
 
 

@@ -1,8 +1,5 @@
 """A small recipe that tests of recipes write and read."""
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,19 +24,3 @@ def problems_of(path: str, *overrides: str) -> list[str]:
     with pytest.raises(UserError) as caught:
         load_recipe(path, overrides)
     return caught.value.problems
-
-
-@contextmanager
-def limited(what: str, seconds: int = 20) -> Iterator[None]:
-    """Fails the test where the body takes too long."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"{what}: not done after {seconds} seconds")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)

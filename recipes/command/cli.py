@@ -19,9 +19,10 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from draftsmith.recipes.command.interrupts import interruption, print_interrupted
 from draftsmith.recipes.command.launch import check_alone, let_waiting_threads_sleep, rank, world_size
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe, placed
@@ -34,7 +35,6 @@ overrides: any key of the recipe, its value written as in YAML, for example
 
 # Their warnings (generation flags, sequence lengths, cache notices) would hide our problems and tables.
 NOISY_LOGGERS = ("transformers", "datasets", "huggingface_hub", "torch.distributed")
-
 
 # Errors of a path that the user chose: permissions, a read-only or full disk, a file in place of a folder.
 _PLACE_ERRORS = (
@@ -66,8 +66,6 @@ def parse_command(
         argv: arguments without the script's name; None: sys.argv.
         extra: adds the script's own options to the parser.
         writes: whether the script writes into output_dir.
-
-    Raises UserError with every problem of the recipe; a malformed command line exits with code 2.
     """
     command = parse_arguments(doc, argv, extra)
     command.recipe = load_recipe(command.recipe_path, command.overrides)
@@ -112,9 +110,6 @@ def parse_arguments(
 
         values.completer = keys  # type: ignore[attr-defined]
         argcomplete.autocomplete(parser)
-    given = sys.argv[1:] if argv is None else argv
-    if not given:
-        parser.error("name a recipe, for example recipes/demo.yaml")
     # Intermixed: overrides may stand before and after options.
     command = parser.parse_intermixed_args(argv, Command())
     let_waiting_threads_sleep()
@@ -122,54 +117,43 @@ def parse_arguments(
 
 
 def run(main: Callable[[], None], many_processes: bool = False) -> None:
-    """Calls `main` and turns errors into exit codes.
-
-    A UserError or an unwritable path prints its problems on stderr and exits with 2. Ctrl-C exits with 130, a closed
-    output pipe (`| head`) with 141. Any other exception is a defect and keeps its traceback.
+    """Calls `main` and turns errors into exit codes: 2 for a UserError or an unwritable path, after its problems,
+    130 for Ctrl-C, 141 for a closed output pipe (`| head`). Other exceptions are defects of ours.
 
     Args:
         many_processes: whether a launcher may start several processes that share the work.
     """
     _quiet_third_parties()
     sys.argv[1:] = map(placed, sys.argv[1:])  # shells expand `~` only where a word begins
-    if sys.stdout is None:  # closed by the caller
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the end
     for stream in (sys.stdout, sys.stderr):  # a terminal without some character shows its number
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if many_processes and world_size() > 1:
-        with _no_finalization():
-            _run(main, many_processes)
-    else:
-        _run(main, many_processes)
-
-
-def _run(main: Callable[[], None], many_processes: bool) -> None:
-    try:
-        if not many_processes:
-            check_alone()
-        main()
-        sys.stdout.flush()
-    except (UserError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and _nobody_reads():
-            sys.exit(128 + signal.SIGPIPE)
-        problems = error.problems if isinstance(error, UserError) else _unwritable(error)
-        if not problems:
-            raise
-        print_problems(problems)
-        sys.exit(2)
-    except KeyboardInterrupt as interrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C needs no traceback either
-        _print_interrupted(str(interrupt))
-        sys.exit(130)
+    with _no_finalization() if many_processes and world_size() > 1 else nullcontext():
+        try:
+            if not many_processes:
+                check_alone()
+            main()
+            sys.stdout.flush()
+        except (UserError, OSError, KeyboardInterrupt, ImportError) as error:
+            if (interrupt := interruption(error)) is not None:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C needs no traceback either
+                print_interrupted(str(interrupt))
+                sys.exit(130)
+            if isinstance(error, BrokenPipeError) and _nobody_reads():
+                sys.exit(128 + signal.SIGPIPE)
+            problems = error.problems if isinstance(error, UserError) else _unwritable(error)
+            if not problems:
+                raise
+            print_problems(problems)
+            sys.exit(2)
 
 
 @contextmanager
 def _no_finalization() -> Iterator[None]:
     """Ends one of several processes without the interpreter's finalization, after its exit handlers.
 
-    A worker thread of a process group may still hold the last collective's tensors and needs the interpreter's lock to
-    release them. Once finalization has begun, asking for that lock aborts the process, after all its work is done.
+    A process group's thread may still hold the last collective's tensors. It needs the interpreter's lock to release
+    them, and asking for that lock during finalization aborts the process, after all its work is done.
     """
     status = 1  # of an exception that Python reports
 
@@ -200,18 +184,6 @@ def print_problems(problems: Sequence[str]) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _print_interrupted(words: str) -> None:
-    """Prints the interruption once for all processes.
-
-    Args:
-        words: message of the interrupted code, if any. That code has ended its progress bar's line.
-    """
-    if rank() > 0:
-        return
-    begin = "\n" if sys.stderr.isatty() and not words else ""  # a bar's line, or the terminal's ^C, may be open
-    print(f"{begin}{words or 'interrupted'}", file=sys.stderr, flush=True)
-
-
 def _nobody_reads() -> bool:
     """Whether the broken pipe is our output. If so, redirects it to nowhere for the interpreter's last flush."""
     place = sys.stdout.fileno()
@@ -223,9 +195,9 @@ def _nobody_reads() -> bool:
     return True
 
 
-def _unwritable(error: OSError) -> list[str]:
-    """A problem if the user can fix the error: permissions, a read-only disk, a file in place of a folder."""
-    if error.filename is None or error.errno not in _PLACE_ERRORS:
+def _unwritable(error: BaseException) -> list[str]:
+    """A problem, if the user can fix the error."""
+    if not isinstance(error, OSError) or error.filename is None or error.errno not in _PLACE_ERRORS:
         return []
     return [f"{error.filename}: {error.strerror}; name another place, or fix this one"]
 

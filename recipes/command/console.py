@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import version
 
+import draftsmith.recipes.command.interrupts  # noqa: F401 - Ctrl-C from here on
 from draftsmith.recipes.command.stages import SCRIPTS
 
 
@@ -28,19 +29,14 @@ def main() -> None:
 
         complete_command(SCRIPTS)
     elif name in ("-h", "--help", "help"):
-        if name == "help" and words[1:]:
-            sys.argv = ["draftsmith", words[1], "--help"]
-            main()
-        else:
-            from draftsmith.recipes.command.cli import run
+        from draftsmith.recipes.command.cli import run
 
-            run(lambda: print(help_text()), many_processes=True)  # any launcher, and `| head`
+        run(lambda: print(help_text()), many_processes=True)  # any launcher, and `| head`
     elif name == "--version":
         print(f"draftsmith {version('draftsmith')}")
     elif name not in SCRIPTS:
         close = difflib.get_close_matches(name, SCRIPTS, n=1)
         meant = f"; did you mean `{close[0]}`?" if close else ""
-        meant = "; a command comes first, as in draftsmith run my.yaml" if name.endswith(".yaml") else meant
         print(f"error: {name!r} is not a draftsmith command{meant} (draftsmith --help lists them)", file=sys.stderr)
         sys.exit(2)
     else:
@@ -49,7 +45,8 @@ def main() -> None:
             os.environ["_ARGCOMPLETE"] = "2"  # the words of the line that are the program's name
         from draftsmith.recipes.command.cli import run
 
-        run(importlib.import_module(SCRIPTS[name].module).main, many_processes=name in ("train", "capture"))
+        module = SCRIPTS[name].module
+        run(lambda: importlib.import_module(module).main(), many_processes=name in ("train", "capture"))
 
 
 def help_text() -> str:

@@ -1,8 +1,4 @@
-"""The number of processes that a launcher started, this one's rank, and what other processes leave of the cores.
-
-torchrun, and `accelerate launch` if it starts several, set RANK, LOCAL_RANK and WORLD_SIZE. MPI's launchers have names
-of their own.
-"""
+"""The number of processes that a launcher started, this one's rank, and what other processes leave of the cores."""
 
 import functools
 import os
@@ -10,76 +6,69 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
 from draftsmith.recipes.errors import UserError
 
+# As torchrun and accelerate name them, and MPI's launchers.
 RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
 WORLD_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-# torchrun ends the other ranks within a second of the first failure.
-ENDED_BY_LAUNCHER_SECONDS = 10.0
+ENDED_BY_LAUNCHER_SECONDS = 10.0  # torchrun ends the other ranks within a second of the first failure
 LOOK_SECONDS = 0.2  # at the cores
 CROWDED = 0.6  # free cores over threads
-# How long OpenMP's threads spin for their next work before they sleep, in turns of a loop or (LLVM's and Intel's
-# library) in milliseconds. By default they spin for 300,000 turns or 200 ms: best for a lone job, which is 10 to 20 %
-# slower with few turns, and ruinous for jobs that share their cores (LOG.md).
+# How long OpenMP's threads spin before they sleep, in turns of a loop or (LLVM's and Intel's library) milliseconds. The
+# defaults, 300,000 turns or 200 ms, are best for a lone job and ruinous for jobs that share their cores (LOG.md).
 WAITING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
 
 
 def rank() -> int:
     """This process's number in the launch; 0 if no launcher started it."""
-    return _first_number(RANK, 0)
+    return next(_numbers(RANK), 0)
 
 
 def local_rank() -> int:
     """This process's number on its machine."""
-    return _first_number(LOCAL_RANK, 0)
+    return next(_numbers(LOCAL_RANK), 0)
 
 
 def world_size() -> int:
     """Processes of the launch, over all machines; 1 if no launcher started this one."""
-    return _first_number(WORLD_SIZE, 1)
+    return next(_numbers(WORLD_SIZE), 1)
 
 
-def _first_number(names: Sequence[str], default: int) -> int:
-    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), default)
+def _numbers(names: Sequence[str]) -> Iterator[int]:
+    return (int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal())
 
 
 def check_alone() -> None:
-    """Raises UserError, or exits with 2, if a launcher started several processes of a script that needs one."""
+    """Raises UserError if a launcher started several processes of a script that needs one."""
     if (started := world_size()) > 1:
-        refuse_launch(
-            f"{_script()} runs as one process, and {started} were started: they would do the same work and write the "
-            "same files. Start it as one process; only `draftsmith train` and `draftsmith capture` share their work "
-            "(if it is one process, and WORLD_SIZE is left over in the environment, unset that)"
-        )
+        with first_one_reports():
+            raise UserError(
+                f"{_script()} runs as one process, and {started} were started; only `draftsmith train` and `draftsmith "
+                "capture` share their work. If it is one process, WORLD_SIZE is left over in the environment: unset it"
+            )
 
 
 def check_joined(started: int, processes: int) -> None:
-    """Raises UserError, or exits with 2, if not all the processes of the launch are in this run.
-
-    Args:
-        started: `world_size` of the launcher.
-        processes: of this run.
-    """
+    """Raises UserError if the launcher started a number of processes other than those of this run."""
     if started != processes:
-        refuse_launch(
-            f"{started} processes were started (WORLD_SIZE), and this run would have {processes}: each would train by "
-            f"itself into the same output_dir. Start them with torchrun --nproc_per_node {started} {_script()}; if "
-            "that is what you did, there is no process group for this kind of device: start one process, or train on "
-            "the CPU (ACCELERATE_USE_CPU=true)"
-        )
+        with first_one_reports():
+            raise UserError(
+                f"{started} processes were started (WORLD_SIZE), and this run would have {processes}: use torchrun "
+                f"--nproc_per_node {started} {_script()}; if you did, there is no process group for this kind of "
+                "device: start one process, or train on the CPU (ACCELERATE_USE_CPU=true)"
+            )
 
 
 def check_all_started() -> None:
     """Raises UserError if `accelerate launch` was asked for several processes and started one.
 
-    With --cpu, or with fewer than two GPUs, it starts one process whatever --num_processes is (accelerate 1.2 to 1.15;
-    --multi_gpu, DeepSpeed and mpirun are exceptions). It does not report this, but sets MASTER_ADDR and MASTER_PORT
-    only if it was asked for several.
+    It does so with --cpu, or with fewer than two GPUs (accelerate 1.2 to 1.15; not with --multi_gpu, DeepSpeed and
+    mpirun), and does not report it, but sets MASTER_ADDR and MASTER_PORT only if it was asked for several.
     """
     by_accelerate = {"ACCELERATE_DYNAMO_MODE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     if not by_accelerate or any(name in os.environ for name in (*RANK, *WORLD_SIZE)):
@@ -90,27 +79,18 @@ def check_all_started() -> None:
         return
     if any(inherited.get(name) != os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")):
         raise UserError(
-            "accelerate launch was asked for several processes and started one. That is all it starts with --cpu, or "
-            f"where it finds fewer than two GPUs. Use torchrun --nproc_per_node N {_script()}, or add --multi_gpu in "
-            "place of --cpu, which works on CPUs, too; for one process ask for --num_processes 1"
+            "accelerate launch was asked for several processes and started one, as with --cpu or fewer than two GPUs. "
+            f"Use torchrun --nproc_per_node N {_script()}, or --multi_gpu, on CPUs, too; for one process say "
+            "--num_processes 1"
         )
-
-
-def refuse_launch(problem: str) -> NoReturn:
-    """Ends a process of a launch that all its processes refuse. The first one on each machine raises the problem.
-
-    The others wait for the launcher to end them. If one exited first, the launcher would end the reporting one.
-    """
-    if local_rank() > 0:
-        time.sleep(ENDED_BY_LAUNCHER_SECONDS)
-        sys.exit(2)
-    raise UserError(problem)
 
 
 @contextmanager
 def first_one_reports() -> Iterator[None]:
-    """Lets the first process on each machine report a UserError that others raise as well: these wait for the launcher
-    to end them, and report only if it does not."""
+    """Lets the first process on each machine report a UserError that all raise.
+
+    The others wait for the launcher to end them: if one exited first, it would end the reporting one.
+    """
     try:
         yield
     except UserError:
@@ -122,8 +102,7 @@ def first_one_reports() -> Iterator[None]:
 def let_waiting_threads_sleep() -> None:
     """Lets OpenMP's threads sleep soon, here and in child processes, if other processes use the cores.
 
-    Does nothing if the user chose how they wait, among the processes of a launch, and once torch is imported: the
-    libraries read their settings when they are loaded.
+    Not if the user chose how they wait, among the processes of a launch, or once torch has loaded the library.
     """
     chosen = any(name in os.environ for name in ("OMP_WAIT_POLICY", *WAITING))
     if not (chosen or world_size() > 1 or "torch" in sys.modules) and _crowd(sys.maxsize):

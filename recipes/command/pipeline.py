@@ -26,9 +26,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from draftsmith.recipes.command import console
@@ -37,7 +35,6 @@ from draftsmith.recipes.command.stages import INSIDE_RUN, IRRELEVANT, STAGES, fi
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.digest import file_digest
-from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.schema import Recipe
 
 REMEMBERED = "stages.json"
@@ -56,8 +53,7 @@ def main() -> None:
             continue
         ran = True
         print(f"\n[{number}/{len(stages)}] draftsmith {stage} {shlex.join(words)}", flush=True)
-        described = STAGES[stage]
-        before = {file: _stamp(file) for file in described.writes(recipe)} if described.rewrites else {}
+        before = {file: _stamp(file) for file in STAGES[stage].writes(recipe) if STAGES[stage].rewrites}
         code = _call([stage, *words])
         if command.plan and code in (0, 2):  # all stages say what cannot work
             refused += [stage] * (code == 2)
@@ -106,16 +102,12 @@ def _show(recipe: Recipe, stages: list[str]) -> None:
 
 
 def _check_prompts_stay(recipe: Recipe, stages: list[str]) -> None:
-    """Refuses to add answers after training: neither the drafter's vocabulary nor its training would fit them.
-
-    Raises:
-        UserError: there are checkpoints, and the recipe's prompts or answers differ from the recorded ones.
-    """
+    """Raises UserError if the prompts or answers changed after training, whose vocabulary and data would not fit."""
     remembered = _remembered(recipe).get("regenerate")
     trained = recipe.checkpoints_dir.exists() or recipe.drafter_dir.exists()
     if "regenerate" not in stages or remembered is None or not trained:
         return
-    files = {_name(recipe, file): file for file in local_sources(recipe.data.prompts)}
+    files = {_name(recipe, file): file for file in local_sources(recipe.data.prompts) if file.is_file()}
     # Before reprompt has run again, its file is still the old one.
     others_follow = recipe.reprompts and why_not_done(recipe, "reprompt") not in (None, "not done yet")
     same = not others_follow and all(_is_same(file, remembered["files"].get(name)) for name, file in files.items())
@@ -133,8 +125,8 @@ def _check_prompts_stay(recipe: Recipe, stages: list[str]) -> None:
 def _call(words: list[str]) -> int:
     """Runs a stage as a process and returns its exit status. Signals are passed on to it.
 
-    On Linux the process is forked off this one, which has imported what all stages need: five seconds for each stage
-    otherwise. Nothing has run yet that a fork must not inherit: no thread of OpenMP, no CUDA context.
+    On Linux it is forked off this process, which has imported what all stages need, five seconds' worth. Nothing has
+    run yet that a fork must not inherit: no thread of OpenMP, no CUDA context.
     """
     if sys.platform == "linux":
         _import_for_stages()
@@ -172,17 +164,12 @@ def _import_for_stages() -> None:
 
 def _stage(words: list[str]) -> None:
     """In the new process: what `draftsmith` does with these words."""
-    if sys.platform == "linux":
-        _end_with_parent()
+    if sys.platform == "linux":  # SIGTERM when `draftsmith run` is killed, or the stage would run on unseen
+        pr_set_pdeathsig = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
     os.environ[INSIDE_RUN] = "1"
     sys.argv = ["draftsmith", *words]
     console.main()
-
-
-def _end_with_parent() -> None:
-    """Asks for SIGTERM when `draftsmith run` is killed, or the stage would run on unseen."""
-    pr_set_pdeathsig = 1  # linux/prctl.h
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 # Inputs and outputs of a stage.
@@ -204,19 +191,16 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if value != {}}
 
 
-def _unwritten(
-    recipe: Recipe, stage: str, before: Mapping[Path, tuple[int, ...] | None] = MappingProxyType({})
-) -> str | None:
+def _unwritten(recipe: Recipe, stage: str, before: dict[Path, tuple[int, ...] | None] | None = None) -> str | None:
     """The first of a stage's files that is missing or is still the one that was there `before`."""
     for file in STAGES[stage].writes(recipe):
-        if (stamp := _stamp(file)) is None or stamp == before.get(file):
+        if (stamp := _stamp(file)) is None or stamp == (before or {}).get(file):
             return _name(recipe, file)
     return None
 
 
 def _stamp(file: Path) -> tuple[int, ...] | None:
-    """Tells a file from one that replaces it. Never compared with a clock: a file's time is coarser, and may be a
-    server's."""
+    """Tells a file from one that replaces it. Never compared with a clock: a file's time may be a server's."""
     if not file.exists():
         return None
     status = file.stat()
@@ -232,14 +216,13 @@ def _name(recipe: Recipe, file: Path) -> str:
 
 
 def _files_of(recipe: Recipe, stage: str) -> dict[str, Path]:
-    described = STAGES[stage]
-    files = [*files_of_target(recipe), *described.reads(recipe), *described.writes(recipe)]
+    files = [*files_of_target(recipe), *STAGES[stage].reads(recipe), *STAGES[stage].writes(recipe)]
     return {_name(recipe, file): file for file in files if file.is_file()}
 
 
 def _is_same(file: Path, remembered: Any) -> bool:
     """Whether a file has the remembered content. Reads it only if its modification time has changed."""
-    if not isinstance(remembered, list) or len(remembered) != 3:
+    if remembered is None:
         return False
     size, changed, digest = remembered
     stat = file.stat()
@@ -253,18 +236,17 @@ def _digest(settings: dict[str, Any]) -> str:
 def _remembered(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """For each stage the digest of its settings, and size, time and digest of its files."""
     try:
-        found = parse_json((Path(recipe.output_dir) / REMEMBERED).read_bytes())
-        return {name: {"settings": each["settings"], "files": dict(each["files"])} for name, each in found.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return json.loads((Path(recipe.output_dir) / REMEMBERED).read_bytes())
+    except (OSError, ValueError):
         return {}  # every stage then runs and checks what is left to do
 
 
 def _remember(recipe: Recipe, stage: str) -> None:
-    path = Path(recipe.output_dir) / REMEMBERED
     files = _files_of(recipe, stage)
     stats = {name: [(s := file.stat()).st_size, s.st_mtime_ns, file_digest(file)] for name, file in files.items()}
     here = {"settings": _digest(_settings(recipe, stage)), "files": stats}
-    atomic_write(path, json.dumps(_remembered(recipe) | {stage: here}, indent=1) + "\n")
+    text = json.dumps(_remembered(recipe) | {stage: here}, indent=1) + "\n"
+    atomic_write(Path(recipe.output_dir) / REMEMBERED, text)
 
 
 if __name__ == "__main__":

@@ -10,32 +10,28 @@ from tqdm import tqdm
 SHOWN_AFTER_SECONDS = 2.0
 SECONDS_BETWEEN_LINES = 30.0  # of a log
 SECONDS_BETWEEN_LOOKS = 1.0  # at whether a line is due
+LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s in {elapsed}, {rate_fmt}, {remaining} left{postfix}"
 
 
 class Bar(tqdm):
     """tqdm, with the same arguments.
 
-    On a terminal the bar appears after SHOWN_AFTER_SECONDS. Elsewhere (a log file, a pipe) a thread prints a line
-    every SECONDS_BETWEEN_LINES, however long a unit takes, and the bar prints one at the end if it took longer than
-    SHOWN_AFTER_SECONDS.
+    On a terminal the bar appears after SHOWN_AFTER_SECONDS. Elsewhere a thread prints a line every
+    SECONDS_BETWEEN_LINES, and the bar one at the end if it took longer than SHOWN_AFTER_SECONDS.
     """
 
     _last_line: ClassVar[float] = time.monotonic()  # of any bar
     _thread: ClassVar[Thread | None] = None
 
     def __init__(self, *args: Any, **settings: Any):
-        self._on_terminal = sys.stderr.isatty()
-        if not self._on_terminal:
+        on_terminal = sys.stderr.isatty()
+        if not on_terminal:
             settings["file"] = _Nowhere()
         super().__init__(*args, **{"delay": SHOWN_AFTER_SECONDS, **settings})
+        self.is_logged = not (self.disable or on_terminal)
         if self.is_logged and (Bar._thread is None or not Bar._thread.is_alive()):  # a fork has no threads
             Bar._thread = Thread(target=_speak_when_due, daemon=True)
             Bar._thread.start()
-
-    @property
-    def is_logged(self) -> bool:
-        """Whether it prints lines."""
-        return not self.disable and not self._on_terminal
 
     @property
     def seconds(self) -> float:
@@ -43,7 +39,7 @@ class Bar(tqdm):
         return self.format_dict["elapsed"]
 
     def close(self) -> None:
-        last = self.is_logged and self.leave
+        last = getattr(self, "is_logged", False) and self.leave  # not of one that was not made to the end
         super().close()
         if last and self.seconds >= SHOWN_AFTER_SECONDS:
             self.print_line()
@@ -54,27 +50,17 @@ class Bar(tqdm):
         sys.stderr.flush()
 
     def line(self) -> str:
-        """The progress in words: "decode: 12 of 60 prompts in 00:31, 0.4 prompts/s, 02:04 left, tau 2.31"."""
-        rate = (self.n - self.initial) / max(self.seconds, 1e-9)
-        total = "" if self.total in (None, self.n) else f" of {self._shown(self.total)}"
-        text = f"{self._shown(self.n)}{total} {self.unit}s in {self.format_interval(self.seconds)}"
-        words = [f"{self.desc.removesuffix(': ')}: {text}" if self.desc else text]
-        words += [f"{self._shown(rate)} {self.unit}s/s"] if rate else []
-        words += [f"{self.format_interval((self.total - self.n) / rate)} left"] if total and rate else []
-        return ", ".join(filter(None, [*words, self.postfix]))
-
-    def _shown(self, number: Any) -> str:
-        if self.unit_scale:
-            return self.format_sizeof(number)
-        return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
+        """The progress in words: "decode: 12 of 60 prompts in 00:31, 2.58s/prompt, 02:04 left, tau 2.31"."""
+        settings = {**self.format_dict, "bar_format": LINE, "rate": None}  # the mean pace since it was made
+        return self.format_meter(**settings)
 
 
 def speak_if_due() -> None:
     """Prints the line of the newest logged bar, if no line was printed for SECONDS_BETWEEN_LINES."""
     if time.monotonic() - Bar._last_line < SECONDS_BETWEEN_LINES:
         return
-    with Bar.get_lock():  # tqdm's own register of open bars; some may not be made to the end
-        bars = [bar for bar in tqdm._instances if isinstance(bar, Bar) and hasattr(bar, "start_t") and bar.is_logged]  # type: ignore[attr-defined]
+    with Bar.get_lock():  # tqdm's own register of open bars
+        bars = [bar for bar in tqdm._instances if getattr(bar, "is_logged", False)]  # type: ignore[attr-defined]
     if bars := [bar for bar in bars if bar.seconds >= SHOWN_AFTER_SECONDS]:
         max(bars, key=lambda bar: bar.start_t).print_line()
 

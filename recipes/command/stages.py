@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +40,7 @@ class Stage(Script):
         wanted_if: whether the recipe needs it.
         settings: sections of the recipe that affect its result, without the keys of `IRRELEVANT`, and single keys
             (dotted).
-        reads: its input files, besides those of the target. Hub datasets and patterns have none.
+        reads: its input files, besides those of the target. What is no file, such as a Hub dataset, does not count.
         writes: its files.
         rewrites: it writes its files on every run; the others may have nothing left to do.
     """
@@ -77,10 +76,6 @@ def _trains_classifier(recipe: Recipe) -> bool:
     return recipe.classifier_dir in [Path(t.c2t.classifier) for t in trees if t.policy == "c2t" and t.c2t.classifier]
 
 
-def _replays(recipe: Recipe) -> bool:
-    return recipe.eval.mode == "replay"
-
-
 def _of_answers(*others: str) -> Callable[[Recipe], list[str]]:
     """Settings of a stage that depends on the target's answers."""
     return lambda recipe: [
@@ -91,18 +86,13 @@ def _of_answers(*others: str) -> Callable[[Recipe], list[str]]:
 
 
 def local_sources(sources: str | list[str] | None) -> list[Path]:
-    """The local files of prompt sources."""
+    """The files of prompt sources, if they are local."""
     from draftsmith.recipes.prompts.benchmarks import benchmark_of
     from draftsmith.recipes.prompts.sources import file_sources
     from draftsmith.recipes.sections.base import as_list
 
     parts = [part for name in as_list(sources) for part in file_sources(name)]
-    return _local_files([(benchmark_of(part) or (None, None))[1] or part for part in parts])
-
-
-def _local_files(names: list[str]) -> list[Path]:
-    """The local files among corpora; patterns count by their names."""
-    return [Path(name) for name in names if Path(name).is_file()]
+    return [Path((benchmark_of(part) or (None, None))[1] or part) for part in parts]
 
 
 def files_of_model(place: str | None) -> list[Path]:
@@ -111,10 +101,9 @@ def files_of_model(place: str | None) -> list[Path]:
 
 
 def files_of_target(recipe: Recipe) -> list[Path]:
-    """The local files that every stage reads."""
+    """What every stage reads."""
     target = recipe.target
-    template = _local_files([target.chat_template or ""])
-    return [*files_of_model(target.model), *files_of_model(target.adapter), *template]
+    return [*files_of_model(target.model), *files_of_model(target.adapter), Path(target.chat_template or "")]
 
 
 def _start(recipe: Recipe) -> list[Path]:
@@ -132,9 +121,9 @@ def _read_by_evaluate(recipe: Recipe) -> list[Path]:
         *(file for each in contenders if each.draft_model for file in files_of_model(each.draft_model.model)),
         *([recipe.token_counts_path] if any(each.tree.vocab_size for each in contenders) else []),
         *local_sources(section.prompts),
-        *([Path(section.answers or recipe.eval_out / "generations.jsonl")] if _replays(recipe) else []),
-        *_local_files([each.acceptance.neighbours for each in contenders if each.acceptance]),
-        *_local_files([section.planner.answers or ""]),
+        *([Path(section.answers or recipe.eval_out / "generations.jsonl")] if section.mode == "replay" else []),
+        *(Path(each.acceptance.neighbours) for each in contenders if each.acceptance),
+        Path(section.planner.answers or ""),
     ]
 
 
@@ -177,7 +166,7 @@ STAGES = {
         settings=_of_answers("drafter", "data.ranking"),
         reads=lambda recipe: [
             *(recipe.conversations_path, *_start(recipe)),
-            *_local_files([each.source for each in recipe.data.ranking.sources]),
+            *(Path(each.source) for each in recipe.data.ranking.sources),
         ],
         writes=lambda recipe: [recipe.draft_vocab_path, Path(recipe.output_dir) / "token_counts.safetensors"],
         rewrites=False,
@@ -233,7 +222,7 @@ STAGES = {
         settings=lambda recipe: ["target", "data.sam"],
         reads=lambda recipe: [
             *([recipe.conversations_path] if "answers" in recipe.data.sam.names else []),
-            *_local_files(recipe.data.sam.names),
+            *map(Path, recipe.data.sam.names),
         ],
         writes=lambda recipe: [recipe.sam_path],
     ),
@@ -241,10 +230,10 @@ STAGES = {
         "eval/acceptance.py",
         "measure how many drafted tokens the target accepts",
         makes="evaluation",
-        wanted_if=lambda recipe: recipe.eval.prompts is not None or _replays(recipe),
+        wanted_if=lambda recipe: recipe.eval.prompts is not None or recipe.eval.mode == "replay",
         settings=lambda recipe: ["target", "eval"],
         reads=_read_by_evaluate,
-        writes=lambda recipe: [recipe.eval_out / ("replay" * _replays(recipe)) / "acceptance.json"],
+        writes=lambda recipe: [recipe.eval_out / ("replay" * (recipe.eval.mode == "replay")) / "acceptance.json"],
     ),
     "export": Stage(
         "models/export.py",
@@ -280,7 +269,4 @@ def print_next(command: Command, done: str) -> None:
     stages = stages_of(command.recipe)
     after = stages[stages.index(done) + 1 :] if done in stages else []
     if after and not command.plan and INSIDE_RUN not in os.environ:
-        path = SCRIPTS[after[0]].path.format(kind=command.recipe.drafter.kind)
-        by_script = not sys.argv[0].startswith("draftsmith") and Path(path).exists()
-        script = f"python {path}" if by_script else f"draftsmith {after[0]}"
-        print(f"next: {script} {shlex.join([command.recipe_path, *command.overrides])}")
+        print(f"next: draftsmith {after[0]} {shlex.join([command.recipe_path, *command.overrides])}")

@@ -20,7 +20,7 @@ def partial_path(path: Path) -> Path:
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Writes a file, text as UTF-8, and makes its folder. Behind a link, the file that it points to is replaced."""
+    """Writes a file, text as UTF-8, and makes its folder."""
     path.resolve().parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -52,16 +52,11 @@ def clear_partial_files(directory: Path) -> None:
 def sync_to_disk(path: Path, inside: bool = True) -> None:
     """Syncs a file, or a folder and its content, to disk. Call it before the rename."""
     for each in (*(path.rglob("*") if inside else ()), path):
-        if each.is_dir() and os.name == "nt":
-            continue  # Windows cannot open folders
-        handle = os.open(each, os.O_RDONLY if each.is_dir() else os.O_RDWR)  # nor sync a file opened for reading
+        handle = os.open(each, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-# Folders.
 
 
 @contextmanager

@@ -29,11 +29,9 @@ def check_model(model: str, revision: str | None) -> None:
         cached = isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str)
     except HFValidationError:
         raise UserError(f"{where}, and no name that a model of the Hub could have") from None
-    if constants.HF_HUB_OFFLINE:
-        if cached:
-            return
-        raise UserError(f"{where} and not in the Hub's cache, and HF_HUB_OFFLINE forbids asking the Hub")
-    if not cached:
+    if constants.HF_HUB_OFFLINE and cached:
+        return
+    if not (constants.HF_HUB_OFFLINE or cached):
         print(f"{model!r} is not a folder here; asking the Hugging Face Hub", file=sys.stderr, flush=True)
     try:
         HfApi().model_info(model, revision=revision, timeout=SECONDS)
@@ -71,46 +69,33 @@ def go_offline(why: str) -> None:
 
 def why_unread(error: Exception, revision: str | None) -> str:
     """Why a model of the Hub cannot be read and what to do, to follow "<name> is no folder here, "."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import errors
 
-    if isinstance(error, GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         return "and the Hub asks you to accept its licence first: do so on the model's page, then run `hf auth login`"
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         return f"and the Hub has no revision {revision!r} of it"
-    if isinstance(error, RepositoryNotFoundError):
-        return (
-            "and the Hub has no model of this name that you may read; check the spelling (org/name), or run `hf auth "
-            "login` for a private one"
-        )
-    if isinstance(error, OfflineModeIsEnabled):
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "and the Hub has no model of this name that you may read; for a private one run `hf auth login`"
+    if isinstance(error, errors.OfflineModeIsEnabled):
         return "and not in the Hub's cache, and HF_HUB_OFFLINE forbids asking the Hub"
-    if answered := refusal(error):
-        return f"and {answered}"
-    return f"and the Hub cannot be reached ({first_words(error)}); name a folder, or try again with a network"
+    lost = f"the Hub cannot be reached ({first_words(error)}); name a folder, or try again with a network"
+    return f"and {refusal(error) or lost}"
 
 
 def refusal(error: Exception) -> str | None:
-    """What the Hub answered with an error status, and what to do; None: it did not answer.
-
-    The Hub's client wraps some answers: those to the upload of one file, or to a card that the Hub refuses.
-    """
+    """What the Hub answered with an error status, and what to do; None: it did not answer."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
-    answer = error if isinstance(error, HfHubHTTPError) else error.__cause__
+    answer = error if isinstance(error, HfHubHTTPError) else error.__cause__  # the Hub's client wraps some answers
     if not isinstance(answer, HfHubHTTPError):
         return None
     status, token = answer.response.status_code, get_token()
     words = (answer.server_message or answer.response.reason_phrase).splitlines()[0][:200]
     said = f"{status}: {words.replace(token, '<token>') if token else words}"
     if status == 401:
-        problem = "refuses the token" if token else "wants a token"
-        return f"the Hub {problem} ({said}); run `hf auth login`, or set HF_TOKEN"
+        return f"the Hub wants a token that it knows ({said}); run `hf auth login`, or set HF_TOKEN"
     if status == 403:
         return f"the Hub forbids it to this token ({said}); see its permissions at {constants.ENDPOINT}/settings/tokens"
     if status in (409, 412):

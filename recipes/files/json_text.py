@@ -34,10 +34,7 @@ def json_object(text: bytes, *keys: str) -> dict[str, Any]:
 
 
 def whole_number(value: Any) -> Any:
-    """`value`, but floats as their author meant them: pandas writes a column of whole numbers with a gap as 1.0, NaN.
-
-    1.0 becomes 1, and NaN None.
-    """
+    """`value`, but 1.0 as 1 and NaN as None: pandas writes so a column of whole numbers with a gap."""
     if not isinstance(value, float):
         return value
     return None if math.isnan(value) else int(value) if value.is_integer() else value

@@ -10,9 +10,7 @@ from draftsmith.recipes.errors import UserError
 
 
 def json_line(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
-    """`value` as one line of JSON with its end.
-
-    Text stays readable, unless the value holds lone surrogates: UTF-8 lacks them, so everything is written as \\uXXXX.
+    """`value` as a line of JSON with its end. Text stays readable, unless it holds lone surrogates, which UTF-8 lacks.
 
     Args:
         default: what is written for a value that JSON lacks; None: such a value is a TypeError.

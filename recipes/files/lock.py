@@ -14,22 +14,16 @@ UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network fil
 
 @contextmanager
 def alone_in(directory: Path, seconds: float = 0) -> Iterator[None]:
-    """Makes and locks a folder, if the file system can lock.
-
-    Raises UserError if another run is writing there, and does so for more than `seconds`.
-    """
+    """Makes and locks a folder. Raises UserError if another run is writing there for more than `seconds`."""
     directory.mkdir(parents=True, exist_ok=True)
-    refusal = (
-        f"{directory}: another run is writing there; wait for it, or name another folder. Start all "
-        "processes of a run with torchrun"
-    )
+    refusal = f"{directory}: another run is writing there; wait for it, or name another folder"
     with locked(directory / ".lock", refusal, seconds):
         yield
 
 
 @contextmanager
 def locked(path: Path, refusal: str, seconds: float = 0) -> Iterator[None]:
-    """Holds the lock file `path`, which remains as an empty file. The lock itself ends with the process.
+    """Holds the lock file `path`, if the file system can lock. The file remains; the lock ends with the process.
 
     Raises UserError(refusal) if another process holds it for more than `seconds`.
     """

@@ -1,7 +1,4 @@
-"""The date that chat templates write into prompts (`strftime_now`): one for everything in an output folder.
-
-A run may take days, and its prompts must stay the same when it is resumed, trained on, or measured.
-"""
+"""The date that chat templates write into prompts (`strftime_now`): one for all days of a run and what follows it."""
 
 from dataclasses import dataclass
 from datetime import date
@@ -16,23 +13,14 @@ FILE = "prompt_date.txt"
 
 @dataclass
 class KeptDate:
-    """A run's date.
-
-    Attributes:
-        folder: the output folder, which keeps it in FILE.
-        others: folders of runs whose files this one reads. A folder without a date takes theirs.
-        writes: whether the folder may be written to, which a plan does not.
-    """
+    """A run's date, which its folder keeps in FILE."""
 
     folder: Path
-    others: tuple[Path, ...] = ()
-    writes: bool = False
+    others: tuple[Path, ...] = ()  # folders of runs whose files this one reads
+    writes: bool = False  # not for a plan
 
     def read(self) -> date:
-        """The folder's date, or else the others', or today's; keeps it in the folder from then on.
-
-        Raises UserError if a file does not hold a date.
-        """
+        """The folder's date, or else the others', or today's; keeps it in the folder from then on."""
         own = self.folder / FILE
         there = next((path for folder in (self.folder, *self.others) if (path := folder / FILE).exists()), None)
         if there is None:

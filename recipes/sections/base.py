@@ -1,8 +1,4 @@
-"""What all sections of a recipe are made of: their base class and the types of their values.
-
-The text under a field is its documentation, and the loader's error messages show it. Unknown keys and wrong types are
-errors (`recipes.loader`).
-"""
+"""The base class of a recipe's sections and the types of their values. The text under a field documents it."""
 
 import re
 from collections.abc import Sequence
@@ -60,10 +56,7 @@ def as_list(sources: str | list[str] | None) -> list[str]:
 
 
 class ImpossibleSettings(ValueError):
-    """All contradictions in a section, for the loader to report at once.
-
-    Each problem begins with the key to change, dotted below the section, and `: `.
-    """
+    """All contradictions in a section. Each begins with the key to change, dotted below the section, and `: `."""
 
     def __init__(self, problems: Sequence[str]):
         super().__init__("; ".join(problems))

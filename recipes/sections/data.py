@@ -29,8 +29,8 @@ class GeneratorSection(Section):
     batch_size: Size = 32
     """Conversations decoded side by side in this process."""
     drafter: str | None = None
-    """A trained drafter, named as in eval.drafter, that speeds up the target's writing. The answers remain the
-    target's: greedy ones token for token in float32, sampled ones in distribution. Only for kind transformers."""
+    """For kind transformers: a trained drafter, named as in eval.drafter, that speeds the target up. The answers remain
+    the target's: greedy ones token for token in float32, sampled ones in distribution."""
     base_urls: list[str] = []
     """Servers for kind openai: [http://localhost:8000/v1, http://gpu2:8000/v1]."""
     served_model: str | None = None
@@ -40,14 +40,12 @@ class GeneratorSection(Section):
     timeout_seconds: Seconds = 600.0
     """Longest wait for an answer before the request is repeated."""
     api_key_env: str | None = None
-    """Name of the environment variable that holds the servers' API key. The key itself is never written anywhere."""
+    """Environment variable that holds the servers' API key. The key itself is never written anywhere."""
     max_new_tokens: Count = 512
-    """Most tokens of one assistant turn, its stop token included; a turn cut here is kept with finish_reason
-    `length`."""
+    """Most tokens of an assistant turn, with its stop token; a turn cut here is kept with finish_reason `length`."""
     temperature: PositiveOrZero | None = None
-    """0 is greedy. None: the target's generation_config, or 1 if it has no temperature. For vision-language targets,
-    None means temperature 1, top_p 1 and top_k off, because their configs are nearly greedy and drafters need sampled
-    answers."""
+    """0 is greedy. None: the target's generation_config, or 1. For vision-language targets, None means temperature 1,
+    top_p 1 and top_k off, because their configs are nearly greedy and drafters need sampled answers."""
     top_p: Number | None = Field(default=None, gt=0, le=1)
     """None: the target's generation_config, or 1."""
     top_k: CountOrZero | None = None
@@ -59,9 +57,7 @@ class GeneratorSection(Section):
     def _possible(self) -> "GeneratorSection":
         problems = normalised_urls(self.base_urls)[1] if self.kind == "openai" else []
         if self.drafter is not None and self.kind == "openai":
-            problems.append(
-                "drafter: drafts in this process, and servers have settings of their own: leave it out of kind openai"
-            )
+            problems.append("drafter: drafts in this process, not on servers: leave it out of kind openai")
         if problems:
             raise ImpossibleSettings(problems)
         return self
@@ -140,24 +136,21 @@ class DataSection(Section):
     max_prompts: Count | None = None
     """Most conversations to read; dropped duplicates do not count."""
     duplicates: Literal["drop", "keep"] = "drop"
-    """What to do with conversations that ask the same questions as an earlier one, whatever their ids and answers: drop
-    and count them, or keep them, for several answers to one question at a temperature above 0."""
+    """Of conversations that ask the same: keep them for several answers to one question at a temperature above 0."""
     conversations: str | None = None
     """File that regenerate writes and training reads. Default: <output_dir>/conversations.jsonl."""
     max_length: int = Field(default=2048, ge=8, le=MOST_COUNTED)
-    """Most tokens of one training row, and never more than the target has positions. Regeneration ends answers there.
-    Training leaves longer conversations out and counts them; it never cuts them."""
+    """Most tokens of a training row, and never more than the target has positions. Regeneration ends answers there.
+    Training leaves longer conversations out and counts them."""
     contamination: Annotated[Literal["list", "remove", "off"], OrOff] = "list"
-    """What to do with training conversations that ask a question of eval.prompts: list and count them, leave them out,
-    or skip the check."""
+    """Training conversations that ask a question of eval.prompts: list and count them, leave them out, or skip this."""
     reprompt: RepromptSection = RepromptSection()
     generator: GeneratorSection = GeneratorSection()
     ranking: RankingSection = RankingSection()
     sam: SamCorpusSection = SamCorpusSection()
     states: str | None = None
-    """Folder of hidden states. Regeneration in process writes them with the answers, data_gen/capture.py those that are
-    missing. Training then reads them and never runs the target.
-    None: the target runs beside the drafter, and capture writes to <output_dir>/states."""
+    """Folder of hidden states, which regeneration in process writes with the answers, or data_gen/capture.py later, and
+    training reads. None: the target runs beside the drafter; capture writes to <output_dir>/states."""
     capture: CaptureSection = CaptureSection()
 
     @property

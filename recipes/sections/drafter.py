@@ -18,7 +18,6 @@ class LoraSection(Section):
     """Linear layers to adapt, by the last part of their name: [q_proj, v_proj]. None: all, the head included."""
 
 
-MOST_COMPRESSED = 4096
 MOST_SPECIALISTS = 64  # also of positions of each; far more than a round drafts
 
 
@@ -27,27 +26,24 @@ class DrafterSection(Section):
     """`eagle3` (train/eagle3.py), `eagle`: EAGLE-1/2, and HASS with more than one train.ttt_steps (train/eagle.py),
     `poss`: position specialists (train/poss.py), or `vispec`, for vision-language targets (train/vispec.py)."""
     base: Literal["eagle", "eagle3"] = "eagle"
-    """The drafter that position specialists or ViSpec extend. Both were published over EAGLE-1's layer, position
-    specialists with HASS's training."""
+    """The drafter that position specialists or ViSpec extend. Both were published over EAGLE-1's layer."""
     positions_per_specialist: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
     """For poss and vispec: number of consecutive draft positions per specialist (n of PosS-n). Default: 2."""
     specialists: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
     """For poss and vispec: number of specialists; the last one also drafts all later positions. Default: 4. If neither
     this key nor positions_per_specialist is set, vispec has no specialists."""
-    compressed_tokens: int | None = Field(default=None, ge=0, le=MOST_COMPRESSED)
+    compressed_tokens: int | None = Field(default=None, ge=0, le=4096)
     """For vispec: tokens that stand for a picture in the drafter's input. Default: 1. With 0 and global_vector: false,
-    the drafter sees nothing of a picture; a drafter of kind eagle or eagle3 sees all of its tokens."""
+    it sees nothing of a picture; kinds eagle and eagle3 see all of its tokens."""
     global_vector: bool = True
     """For vispec: also add one vector of the last picture to every later text token."""
     num_layers: Annotated[int, Field(ge=1, le=1000)] = 1
     """For eagle and eagle3: number of decoder layers, one above the other."""
     capture_layers: list[int] | None = None
-    """Target states that EAGLE-3 fuses into features, as indices into `hidden_states` (0 is the embedding). Default:
-    (2, L//2, L-3). EAGLE-1 reads the last state, after the target's final norm."""
+    """`hidden_states` of the target (0 is the embedding) that EAGLE-3 fuses. Default: (2, L//2, L-3)."""
     vocab_size: Size | None = None
     """Size of the draft vocabulary: the most frequent supervised tokens, and the lowest other ids if these are fewer.
-    None: the target's whole vocabulary, the only choice for drafters that use the target's own head (eagle, and poss
-    and vispec over it)."""
+    None: the whole vocabulary, the only choice with the target's own head (eagle; poss and vispec over it)."""
     num_attention_heads: Size | None = None
     """None: the target's."""
     num_key_value_heads: Size | None = None
@@ -65,10 +61,9 @@ class DrafterSection(Section):
     init_head: Literal["random", "target"] = "random"
     """Initial weights of EAGLE-3's head. `random`; `target`: the target's rows (for short runs)."""
     init_from: str | None = None
-    """Trained drafter to start from, named as in eval.drafter: one of the same shape, or for poss and vispec a single
-    drafter of the base. Every specialist then starts from that layer; vispec adds its adaptor to it. Vispec with
-    specialists may also start from a drafter of kind poss, or from vispec without specialists. The draft vocabulary is
-    taken from that drafter, so vocab_size may be left out."""
+    """Trained drafter to start from, named as in eval.drafter, with its draft vocabulary: one of the same shape, or for
+    poss and vispec a single drafter of the base. Every specialist then starts from that layer; vispec adds its adaptor.
+    Vispec with specialists may also start from a drafter of kind poss, or from vispec without specialists."""
     lora: LoraSection | None = None
     """Train low-rank matrices on top of the frozen weights of init_from, instead of all weights."""
 
@@ -91,17 +86,12 @@ class DrafterSection(Section):
         ]
         if extends == "eagle" and self.vocab_size is not None:
             problems.append(
-                "vocab_size: EAGLE-1 drafts with the target's own head, from the whole vocabulary: leave it out here "
-                "and cut while decoding, with eval.tree.vocab_size"
+                "vocab_size: EAGLE-1 drafts with the target's own head: cut while decoding, with eval.tree.vocab_size"
             )
         if self.lora is not None and self.init_from is None:
-            problems.append(
-                "lora: adapts a trained drafter: name it in init_from, or leave lora out to train all weights"
-            )
+            problems.append("lora: adapts a trained drafter: name it in init_from, or leave lora out")
         if self.init_from is not None and self.init_head != "random" and extends == "eagle3":
-            problems.append(
-                f"init_head: {self.init_head}, but init_from brings a head with it: leave one of the two out"
-            )
+            problems.append("init_head: init_from brings a head with it: leave one of the two out")
         if problems:
             raise ImpossibleSettings(problems)
         return self
@@ -123,7 +113,6 @@ class DrafterSection(Section):
 
     @property
     def specialised(self) -> bool:
-        """Whether it has position specialists."""
         given = self.specialists is not None or self.positions_per_specialist is not None
         return self.kind == "poss" or (self.kind == "vispec" and given)
 

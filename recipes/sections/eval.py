@@ -28,8 +28,7 @@ class DddSection(Section):
     threshold: Number = Field(default=-0.3, ge=-MOST_FLOAT, le=0)
     """Drafting ends once the log of the beam's total probability is below this. Tune it again for a cut vocabulary."""
     at: list[Depth] | Literal["every"] = [5, 7, 9]
-    """Draft calls after which the beam is tested. Each test waits for the device, so the paper tests at three. On a
-    CPU, `every` costs nothing."""
+    """Draft calls after which the beam is tested. Each test waits for the device; on a CPU, `every` costs nothing."""
 
 
 class SvipSection(Section):
@@ -56,18 +55,15 @@ DRAFT_CALLS = {"eagle2": 8, "ddd": 11, "svip": 40, "svip_tree": 11, "c2t": 10}  
 
 class TreeSection(Section):
     policy: PolicyOrAuto = "eagle2"
-    """How draft trees grow and stop (eval/decoding/policies.py). `auto` measures this machine and takes the fastest
-    tree."""
+    """How draft trees grow and stop (eval/decoding/policies.py). `auto` takes the fastest tree on this machine."""
     nodes: int | None = Field(default=None, ge=2, le=1_000_000)
-    """Most nodes that the target verifies in one forward pass, the root included. Default: 60; for a chain 6 (5 drafted
-    tokens); for svip draft_calls + 1; for static all of paths; for c2t as many as the beam allows, or 1,024 without a
-    beam, because such trees may be endless."""
+    """Most nodes that the target verifies in one forward pass, the root included. Default: 60; for a chain 6; for svip
+    draft_calls + 1; for static all of paths; for c2t as many as the beam allows, or 1,024 without a beam."""
     draft_calls: Depth | None = None
     """Most draft calls in a round, equal to the greatest depth of the tree. Default: nodes - 1 for a chain, 8 for
     eagle2, 11 for ddd and svip_tree, 40 for svip, 10 for c2t, the longest path for static."""
     top_k: Beam | None = None
-    """Children proposed per node, and the beam width of eagle2, ddd and svip_tree; not for chains and static trees.
-    Default: 10; 15 for c2t."""
+    """Children per node, and the beam width of eagle2, ddd and svip_tree. Default: 10; 15 for c2t."""
     paths: Annotated[list[Annotated[list[CountOrZero], Field(min_length=1)]], Field(min_length=1)] | None = None
     """The nodes of a static tree below the root, each as the child ranks that lead to it: [[0], [1], [0, 0]] is the
     likeliest child, the second likeliest, and the likeliest child of the first. Default: EAGLE-1's 25 nodes."""
@@ -80,8 +76,8 @@ class TreeSection(Section):
     c2t: C2tSection = C2tSection()
     """Settings of c2t."""
     draw: Literal["likeliest", "sampled"] = "likeliest"
-    """How the tokens of a chain or a static tree are chosen if eval.temperature is above 0: the drafter's likeliest, or
-    drawn from its distribution (siblings without replacement). Both are lossless."""
+    """Tokens of a chain or a static tree if eval.temperature is above 0: the drafter's likeliest, or drawn from its
+    distribution (siblings without replacement). Both are lossless."""
 
     @model_validator(mode="after")
     def _possible(self) -> "TreeSection":
@@ -97,28 +93,19 @@ class TreeSection(Section):
         if self.top_k is not None and self.policy in CHAINS:
             raise ValueError(f"nodes of a {self.policy} have one child, top_k would do nothing: leave it out")
         if self.draw == "sampled" and self.policy not in (*CHAINS, "static"):
-            raise ValueError(
-                f"{self.policy} ranks nodes by their probability; draw: sampled is for chains and static trees"
-            )
+            raise ValueError(f"draw: sampled is for chains and static trees, but policy is {self.policy}")
         if self.policy in CHAINS and None not in (self.nodes, self.draft_calls) and self.draft_calls != self.most - 1:
-            raise ValueError(
-                f"a chain of {self.nodes} nodes (root included) takes {self.most - 1} draft calls, "
-                f"not {self.draft_calls}: leave one of the two out"
-            )
+            calls = f"{self.most - 1} draft calls, not {self.draft_calls}"
+            raise ValueError(f"a chain of {self.nodes} nodes (root included) takes {calls}: leave one of the two out")
         if self.policy == "static":
             self._check_paths()
-        if self.policy == "ddd" and self.ddd.at != "every" and all(call >= self.calls for call in self.ddd.at):
+        calls, width = self.calls, self.width
+        if self.policy == "ddd" and self.ddd.at != "every" and all(call >= calls for call in self.ddd.at):
             # A test after the last call would stop nothing.
-            raise ValueError(
-                f"ddd.at: {self.ddd.at} tests none of {self.calls} draft calls: name one below {self.calls}, or every"
-            )
-        if self.policy in ("eagle2", "ddd", "svip_tree"):
-            possible = 1 + self.width + (self.calls - 1) * self.width**2
-            if self.most > possible:
-                raise ValueError(
-                    f"{self.most} nodes cannot be drawn from {self.calls} draft calls with top_k {self.width}: "
-                    f"at most {possible}"
-                )
+            raise ValueError(f"ddd.at: tests none of {calls} draft calls: name one below {calls}, or every")
+        possible = 1 + width + (calls - 1) * width**2
+        if self.policy in ("eagle2", "ddd", "svip_tree") and self.most > possible:
+            raise ValueError(f"{calls} draft calls with top_k {width} give at most {possible} nodes, not {self.most}")
         if self.policy == "c2t" and self.c2t.classifier is None:
             raise ValueError("c2t needs c2t.classifier, the directory of a trained classifier")
         return self
@@ -127,23 +114,19 @@ class TreeSection(Section):
         given = [key for key in ("nodes", "draft_calls", "top_k") if getattr(self, key) is not None]
         if given:
             raise ValueError(f"a static tree is defined by its paths: leave {', '.join(given)} out")
-        if self.paths is None:
-            return
-        known = {tuple(path) for path in self.paths}
-        if len(known) < len(self.paths):
+        known = {tuple(path) for path in self.static_paths}
+        if len(known) < len(self.static_paths):
             raise ValueError("paths: a node is given twice")
         orphans = [list(path) for path in sorted(known) if len(path) > 1 and path[:-1] not in known]
         if orphans:
             raise ValueError(f"paths: {orphans[0]} is a child of {orphans[0][:-1]}, which is not in the tree")
         skipped = {(*path[:-1], path[-1] - 1) for path in known if path[-1] > 0} - known
         if skipped and self.draw == "sampled":
-            raise ValueError(
-                f"paths: siblings are drawn one after the other, so {list(min(skipped))} cannot be left out"
-            )
+            raise ValueError(f"paths: siblings are drawn in order, so {list(min(skipped))} cannot be left out")
 
     @property
     def most(self) -> int:
-        """Most nodes verified in a round, the root included; for c2t without `nodes`, as many as the beam allows."""
+        """Most nodes verified in a round, the root included."""
         if self.nodes is not None:
             return self.nodes
         if self.policy in CHAINS:
@@ -242,19 +225,13 @@ class AcceptanceSection(Section):
     """Where distances between tokens come from: `codebook`, the target's own (Emu3); `embedding`, its input embeddings;
     or a safetensors file with `codebook` [C, d] and `token_ids` [C]."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _default_bound(cls, values: Any) -> Any:
-        rule = str(values.get("rule")) if isinstance(values, dict) else ""
-        own, most = {"lantern": ("delta", 0.1), "lantern++": ("lambda", 5.0)}.get(rule, (None, None))
-        return values if own is None or values.get(own) is not None else {**values, own: most}
-
     @model_validator(mode="after")
     def _one_bound(self) -> Self:
-        if self.rule == "lantern" and self.factor is not None:
-            raise ValueError("lambda is for lantern++; lantern's bound is delta")
-        if self.rule == "lantern++" and self.delta is not None:
-            raise ValueError("delta is for lantern; the bound of lantern++ is lambda")
+        own, other, default = ("delta", "factor", 0.1) if self.rule == "lantern" else ("factor", "delta", 5.0)
+        if getattr(self, other) is not None:
+            raise ValueError("lambda is the bound of lantern++, delta that of lantern")
+        if getattr(self, own) is None:
+            vars(self)[own] = default  # the section is frozen from here on
         return self
 
 
@@ -264,22 +241,19 @@ class ContenderSection(Section):
     name: Text | None = None
     """Its name in the table. None: what drafts, and the tree."""
     proposer: ProposerName = "drafter"
-    """The trained drafter, prompt lookup (copies the tokens that followed the last n-gram earlier in the text), a small
-    causal LM with the target's tokenizer, SAM-Decoding (copies what followed the longest known end of the text), or a
-    hierarchy: a drafter's trees, verified by a small model, give the target a chain."""
+    """The trained drafter, prompt lookup (copies what followed the last n-gram earlier in the text), a small causal LM
+    with the target's tokenizer, SAM-Decoding (copies what followed the longest known end of the text), or a hierarchy:
+    a drafter's trees, verified by a small model, give the target a chain."""
     drafter: str | None = None
     """A trained drafter, named as in eval.drafter; in a hierarchy, it drafts for draft_model. None: eval.drafter."""
     draft_model: TargetSection | None = None
-    """The small model of proposers causal_lm and hierarchy: another model with the target's tokenizer, or the target
-    itself with `quantization`."""
+    """The small model of causal_lm and hierarchy: with the target's tokenizer, or the target itself, quantised."""
     min_draft_length: Count | None = None
-    """For a hierarchy: length at which its chain ends; it may exceed this by at most tree.draft_calls. Default: 6. Its
-    tree has 30 nodes in 3 draft calls by default."""
+    """For a hierarchy, whose tree has 30 nodes in 3 calls by default: least length of its chain. Default: 6."""
     quantization: Precision = None
     """Precision of the target for this contender. Plain decoding in that precision then gets its own row."""
     sam: SamSection | None = None
-    """Settings of proposer sam. Its trees are of policy eagle2 (grown from a corpus's continuations; by default 60
-    nodes of any depth, top_k 8) or chain."""
+    """Settings of proposer sam. Its trees are of policy eagle2 (by default 60 nodes of any depth, top_k 8) or chain."""
     router: RouterSection | None = None
     """SAM-Decoding beside the proposer. None: the proposer alone."""
     acceptance: AcceptanceSection | None = None
@@ -289,8 +263,7 @@ class ContenderSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _published_tree_defaults(cls, values: Any) -> Any:
-        """Fills missing keys of the trees of sam (arXiv 2411.10666) and hierarchy (arXiv 2505.22179) with their
-        papers'."""
+        """Missing keys of the trees of sam (arXiv 2411.10666) and hierarchy (arXiv 2505.22179) are their papers'."""
         if not isinstance(values, dict) or values.get("proposer") not in ("sam", "hierarchy"):
             return values
         tree = values.get("tree") or {}
@@ -306,30 +279,19 @@ class ContenderSection(Section):
         return {**values, "tree": defaults | tree}
 
     @model_validator(mode="after")
-    def _refuse_auto_tree(self) -> Self:
-        if self.tree.policy == "auto" and self.quantization is not None:
-            raise ValueError("policy auto plans for the recipe's own target: name a policy beside quantization")
-        if self.tree.policy == "auto" and self.acceptance is not None:
-            raise ValueError("policy auto predicts what exact acceptance takes: name a policy beside acceptance")
-        return self
-
-    @model_validator(mode="after")
     def _check_tree(self) -> Self:
         """Refuses trees that the proposer cannot draft, and keys that are another proposer's."""
         proposer, tree, router = self.proposer, self.tree, self.router
+        if tree.policy == "auto" and (self.quantization or self.acceptance):
+            raise ValueError("policy auto plans for the recipe's own target and exact acceptance: name another policy")
         if self.min_draft_length is not None and proposer != "hierarchy":
             raise ValueError(f"min_draft_length is for proposer hierarchy, not {proposer}")
         if proposer == "hierarchy" and (tree.policy in ("auto", "c2t") or tree.draw == "sampled"):
-            raise ValueError(
-                "a hierarchy's drafter drafts ranked trees for its small model: name a policy other than auto and c2t, "
-                "and leave draw out"
-            )
+            raise ValueError("a hierarchy drafts ranked trees: name a policy other than auto and c2t, without draw")
         if proposer == "sam" and (tree.policy not in ("eagle2", "chain") or tree.draw == "sampled"):
             raise ValueError("sam copies tokens: its tree is of policy eagle2 or chain, without draw")
-        if proposer == "prompt_lookup" and tree.policy != "chain":
-            raise ValueError("prompt lookup drafts chains: say tree: {policy: chain, nodes: 11}")
-        if proposer == "prompt_lookup" and tree.draw == "sampled":
-            raise ValueError("prompt lookup copies tokens and draws none: leave tree.draw out")
+        if proposer == "prompt_lookup" and (tree.policy != "chain" or tree.draw == "sampled"):
+            raise ValueError("prompt lookup copies chains and draws none: say tree: {policy: chain, nodes: 11}")
         if proposer in ("sam", "prompt_lookup") and tree.vocab_size is not None:
             raise ValueError(f"{proposer} has no vocabulary to cut: leave tree.vocab_size out")
         if self.sam is not None and proposer != "sam":
@@ -337,17 +299,13 @@ class ContenderSection(Section):
         if router is not None and proposer == "sam":
             raise ValueError("router puts sam beside another proposer: leave it out, or name that proposer")
         if router is not None and router.fuse and tree.draw == "sampled":
-            raise ValueError(
-                "router.fuse: drawn tokens cannot get siblings that were not drawn and stay lossless; leave tree.draw "
-                "or router.fuse out"
-            )
+            raise ValueError("router.fuse: drawn tokens can have only drawn siblings: leave tree.draw or this out")
         if (proposer in ("causal_lm", "hierarchy")) != (self.draft_model is not None):
             raise ValueError("draft_model goes with proposer causal_lm or hierarchy: give both or neither")
         return self
 
     @property
     def drafts_by_drafter(self) -> bool:
-        """Whether it drafts by a trained drafter."""
         return self.proposer in ("drafter", "hierarchy")
 
 
@@ -355,13 +313,12 @@ class PlannerSection(Section):
     """Candidates of `policy: auto` and eval/plan.py, and the data to choose by."""
 
     answers: str | None = None
-    """Recorded answers of the target from which tau is predicted: a generations.jsonl, or regenerated conversations.
-    Default: the conversations that training keeps for validation."""
+    """Recorded answers from which tau is predicted: a generations.jsonl, or regenerated conversations. Default: the
+    conversations that training keeps for validation."""
     max_answers: Count = 16
     """Recorded answers to replay for each candidate's tau."""
     candidates: list[TreeSection] = []
-    """Trees to choose from. Empty: chains of 1 to 8 tokens, EAGLE-2 trees of 8 to 60 nodes in several depths, and DDD,
-    SVIP and SVIP trees in two sizes or thresholds each."""
+    """Trees to choose from. Empty: chains of 1 to 8 tokens, EAGLE-2 trees of 8 to 60 nodes, DDD, SVIP and its trees."""
     seconds: Seconds = 60.0
     """Time to choose in. A first look at all candidates is always taken; the time left goes to the fastest ones."""
 
@@ -388,52 +345,43 @@ class EvalSection(ContenderSection):
     top_k: CountOrZero = 0
     """0 switches it off."""
     mode: Literal["decode", "replay"] = "decode"
-    """`decode` runs the target. `replay` finds the accepted tokens from its recorded answers: it is many times faster,
-    but measures no speeds."""
+    """`decode` runs the target. `replay` takes its recorded answers: many times faster, but measures no speeds."""
     answers: str | None = None
-    """Recorded answers to replay: a generations.jsonl, or regenerated conversations. Default: generations.jsonl in
-    eval.out."""
+    """What to replay: a generations.jsonl, or regenerated conversations. Default: generations.jsonl in eval.out."""
     batch_size: Size = 1
     """Answers decoded side by side, by plain decoding, too. Speeds are then those of the batch."""
     replay_batch_size: Size = 64
     """Answers replayed side by side. Trades memory for speed; results do not change."""
     token_counts: str | None = None
-    """Token counts that tree.vocab_size ranks by. Default: <output_dir>/token_counts.safetensors, written by
-    data_gen/rank_vocab.py."""
+    """Token counts that tree.vocab_size ranks by. Default: <output_dir>/token_counts.safetensors."""
     planner: PlannerSection = PlannerSection()
     also: list[ContenderSection] = []
     """Further contenders, measured on the same prompts in the same run, interleaved."""
     seed: Seed = 0
     """Seed of the bootstrap and, if temperature is above 0, of the sampling."""
     out: str | None = None
-    """Folder for acceptance.json, generations.jsonl and report.html. Default: <output_dir>/eval. Replay writes to its
-    subfolder `replay`."""
+    """Folder of the results; replay writes to its subfolder `replay`. Default: <output_dir>/eval."""
 
     @model_validator(mode="after")
     def _drafters_are_used(self) -> Self:
-        problems = [
-            f"also.{i}.drafter: is for proposers drafter and hierarchy, not {each.proposer}"
-            for i, each in enumerate(self.also)
-            if each.drafter is not None and not each.drafts_by_drafter
-        ]
-        if problems:
-            raise ImpossibleSettings(problems)
+        for index, each in enumerate(self.also):
+            if each.drafter is not None and not each.drafts_by_drafter:
+                why = f"is for proposers drafter and hierarchy, not {each.proposer}"
+                raise ImpossibleSettings([f"also.{index}.drafter: {why}"])
         return self
 
     @property
     def contenders(self) -> list[ContenderSection]:
-        """All of them, the main one first."""
         return [self, *self.also]
 
 
 class ExportSection(Section):
     to: Literal["vllm", "sglang", "tensorrt-llm", "eagle", "speculators", "llama.cpp"] | None = None
-    """Engine or format that `draftsmith run` exports the drafter to at its end. Several engines read the folder for
-    vllm. None: the run does not export, and `draftsmith export` takes vllm."""
+    """Engine or format that `draftsmith run` exports to at its end. Several engines read the folder for vllm. None: the
+    run does not export, and `draftsmith export` takes vllm."""
     dtype: Literal["trained", "float32", "bfloat16", "float16"] = "trained"
     """Precision of the exported weights. Engines cast them to their own."""
     license: str | None = None
-    """Licence of the drafter for its model card, as an identifier of the Hub (apache-2.0, llama3.1). Drafters inherit
-    obligations from their target and from their training data."""
+    """The model card's, by its name on the Hub (apache-2.0). Target and training data bring obligations with them."""
     out: str | None = None
     """Folder to write. Default: <output_dir>/export/<engine>."""

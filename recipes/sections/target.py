@@ -23,11 +23,9 @@ class QuantizationSection(Section):
     bits: Literal[8, 4] = 4
     """Bits per weight. 8: one scale per row. 4: a scale and a zero per group of inputs."""
     group_size: Literal[32, 64, 128] = 64
-    """With 4 bits: inputs of a row that share a scale and a zero. Smaller groups are more exact and take more
-    memory."""
+    """With 4 bits: inputs of a row that share scale and zero. Smaller groups are more exact and take more memory."""
     fake: bool = False
-    """Quantise the weights but keep them in the target's own dtype: the precision's effect without its speed, on any
-    device."""
+    """Keep the quantised weights in the target's own dtype: the precision's effect without its speed, on any device."""
 
     @model_validator(mode="after")
     def _possible(self) -> "QuantizationSection":
@@ -66,16 +64,15 @@ class TargetSection(Section):
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub."""
     adapter: str | None = None
-    """Folder with a peft LoRA (safetensors), merged into the target when it is loaded: in regeneration, training,
-    capture and evaluation (docs/training.md)."""
+    """Folder with a peft LoRA (safetensors), merged into the target when it is loaded (docs/training.md)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the target's weights; `auto`: as in its config. Exact equality with plain decoding needs float32."""
     quantization: Precision = None
     """Quantise the decoder's linear layers when the target is loaded: `int8`, `int4`, `fake` (int4's effect without its
     speed), or {bits, group_size, fake}. int8 and int4 are for CPUs and compute in bfloat16, which `dtype: auto` then
-    means (docs/decoding.md). Checkpoints that are already quantised do not need this key."""
+    means (docs/decoding.md). Not for checkpoints that are quantised already."""
     guidance: GuidanceSection | None = None
-    """Classifier-free guidance, as part of the target's distribution in regeneration, training and evaluation."""
+    """Classifier-free guidance, as part of the target's distribution."""
     device: str = "auto"
     """`auto`: the accelerator if there is one, else the CPU."""
     trust_remote_code: bool = False
@@ -83,51 +80,32 @@ class TargetSection(Section):
     chat_template: str | None = None
     """A file with a Jinja chat template, for a base model without one or to replace the tokenizer's own."""
     thinking: bool | None = None
-    """The thinking switch of chat templates that have one (Qwen3's `enable_thinking`, DeepSeek-V3.1's `thinking`), the
-    same in regeneration, training and evaluation. None: the template's default."""
+    """The switch of chat templates (Qwen3's `enable_thinking`, DeepSeek-V3.1's `thinking`). None: their default."""
     template_args: dict[str, str | int | float | bool] = {}
     """Further variables of the chat template, for example {reasoning_effort: low} for gpt-oss."""
     date: Annotated[str, BeforeValidator(_date)] | None = None
-    """The day (YYYY-MM-DD) that chat templates with `strftime_now` write into prompts (Llama 3.1, gpt-oss), the same in
-    regeneration, training and evaluation. None: that of the run whose data.conversations or data.states are read, or
-    else the day of the first prompt; <output_dir>/prompt_date.txt keeps it."""
+    """The day (YYYY-MM-DD) that chat templates with `strftime_now` write (Llama 3.1, gpt-oss). None: that of the run
+    whose conversations or states are read, or the day of the first prompt; <output_dir>/prompt_date.txt keeps it."""
     _kept_date: KeptDate | None = PrivateAttr(None)  # set by Recipe
-
-    @model_validator(mode="before")
-    @classmethod
-    def _computed_in(cls, values: Any) -> Any:
-        """The kernels' dtype in the place of `auto`."""
-        kernels = isinstance(values, dict) and _by_kernels(values.get("quantization"))
-        return {**values, "dtype": "bfloat16"} if kernels and values.get("dtype", "auto") == "auto" else values
 
     @model_validator(mode="after")
     def _in_the_kernels_dtype(self) -> "TargetSection":
-        if _by_kernels(self.quantization) and self.dtype != "bfloat16":
-            raise ImpossibleSettings(
-                [
-                    f"dtype: {self.dtype}, but int8 and int4 targets compute in bfloat16: set dtype to bfloat16, or "
-                    "take quantization: {fake: true}"
-                ]
-            )
+        if self.quantization is None or self.quantization.fake:
+            return self
+        if self.dtype not in ("auto", "bfloat16"):
+            why = f"{self.dtype}, but int8 and int4 targets compute in bfloat16: set that, or quantization: fake"
+            raise ImpossibleSettings([f"dtype: {why}"])
+        vars(self)["dtype"] = "bfloat16"  # the section is frozen from here on
         return self
 
     @property
     def day(self) -> datetime.date:
-        """The day that a chat template writes. Raises UserError for a damaged <output_dir>/prompt_date.txt."""
+        """The day that a chat template writes."""
         if self.date is not None:
             return datetime.date.fromisoformat(self.date)
         return today() if self._kept_date is None else self._kept_date.read()
 
     def quantized(self, precision: QuantizationSection) -> "TargetSection":
         """The same target in this precision. Only a plain target can be quantised."""
-        dtype = {"dtype": "bfloat16"} if _by_kernels(precision) else {}
+        dtype = {} if precision.fake else {"dtype": "bfloat16"}
         return self.model_copy(update={"quantization": precision} | dtype)
-
-
-def _by_kernels(precision: Any) -> bool:
-    """Whether a precision, given by name, mapping or section, is computed by kernels."""
-    if isinstance(precision, dict):
-        return precision.get("fake") is not True
-    if isinstance(precision, QuantizationSection):
-        return not precision.fake
-    return precision in ("int8", "int4")

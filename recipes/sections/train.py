@@ -39,22 +39,20 @@ class TrainSection(Section):
     gradient_accumulation_steps: Size = 1
     """Micro-batches per optimiser step. Splitting a batch over them changes nothing but memory."""
     packing: bool = False
-    """The target reads a micro-batch's conversations in one row without padding, each attending only to itself, instead
-    of one per row padded to the longest. The drafter always reads them packed. Losses and gradients stay the same; time
-    and memory change."""
+    """The target reads a micro-batch's conversations in one row without padding, each attending only to itself, as the
+    drafter always does. Losses and gradients stay the same; time and memory change."""
     learning_rate: Positive = 1e-4
     """AdamW's learning rate after the warm-up. Small drafters need a higher one."""
     warmup_steps: CountOrZero = 0
     """Optimiser steps of linear warm-up."""
     schedule: Literal["cosine", "linear"] = "cosine"
-    """Decay to zero after the warm-up, at the last step. A run that is resumed with more or fewer steps than it was
-    begun with goes on at the rate that its new length asks for, and prints how far that lies from the last one."""
+    """Decay to zero at the last step. A run resumed with another number of steps goes on at its new rate."""
     adam_beta1: Number = Field(default=0.9, ge=0, lt=1)
     """Decay of AdamW's running mean of gradients."""
     adam_beta2: Number = Field(default=0.95, ge=0, lt=1)
     """Decay of AdamW's running mean of squared gradients."""
     weight_decay: PositiveOrZero = 0.0
-    """AdamW's weight decay: at every step, weights shrink by this times the learning rate."""
+    """At every step, weights shrink by this times the learning rate."""
     max_skipped_steps: CountOrZero = 10
     """Steps that a run may skip because of a non-finite gradient; one more stops it."""
     max_grad_norm: Positive = 0.5
@@ -65,23 +63,19 @@ class TrainSection(Section):
     """Unroll steps: the depth of the chains trained on. Default: 7 for eagle3, 1 for eagle (more is HASS),
     positions_per_specialist * specialists with specialists, else 2 for vispec, but 7 over eagle3."""
     step_weight: StepWeight = 0.8
-    """The loss of unroll step k is weighted by step_weight**k. A list gives each step's weight. `acceptance` weights
-    each step of each chain by its gain in decoding (train/loss/step_weights.py); a better drafter may then have a
-    higher loss. Default: 0.8 for eagle3 and what extends it, else 1."""
+    """Weight of unroll step k's loss: step_weight**k, or a list's entry k. `acceptance`: each step's gain in decoding
+    (train/loss/step_weights.py; losses do not compare). Default: 0.8 for eagle3 and what extends it, else 1."""
     token_loss: PositiveOrZero = 1.0
     """Weight of `token_objective`, by default the soft cross-entropy with the target's distribution. Default: 1 for
     eagle3 and what extends it, 10 for vispec, else 0.1."""
     feature_loss: PositiveOrZero = 0.0
-    """Weight of the smooth L1 distance between the drafted and the target's feature. Default: 1 for eagle and for poss
-    over it, else 0."""
+    """Weight of the smooth L1 distance of drafted features. Default: 1 for eagle and for poss over it, else 0."""
     top_k_loss: PositiveOrZero = 0.0
     """Weight of the cross-entropy over the target's 10 likeliest tokens (HASS: 1)."""
     token_objective: TokenObjective = "soft_ce"
-    """The objective that `token_loss` weights (train/loss/losses.py): a distance between the drafter's and the target's
-    distribution. Default: soft_ce, for vispec total_variation."""
+    """What `token_loss` weights (train/loss/losses.py). Default: soft_ce, for vispec total_variation."""
     rank_loss: PositiveOrZero = 0.0
-    """Weight of ViSpec's ranking loss: the likelihood of the target's order of its 10 likeliest tokens. Default: 0.05
-    for vispec, else 0."""
+    """Weight of ViSpec's loss on the order of the target's 10 likeliest tokens. Default: 0.05 for vispec, else 0."""
     feature_noise: PositiveOrZero = 0.0
     """Width of the uniform noise on the target's features in the drafter's input, for rows of 512 tokens. Shorter rows
     get more, longer rows less. Default: 0 for eagle3 and what extends it, else 0.2."""
@@ -92,13 +86,13 @@ class TrainSection(Section):
     mixed_precision: Annotated[Literal["auto", "no", "bf16"], OrNo] = "auto"
     """`auto`: bf16 on accelerators with native bf16, else no (float32). On CPUs bf16 may be slower."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """DeepSpeed's ZeRO: 1 shards AdamW's moments over the processes, 2 also gradients, 3 also weights. 0: every process
-    holds everything (DistributedDataParallel). Kind vispec does not support 3."""
+    """DeepSpeed's ZeRO: 1 shards AdamW's moments over the processes, 2 also gradients, 3 also weights (not for vispec).
+    0: every process holds everything (DistributedDataParallel)."""
     offload_optimizer: bool = False
     """With zero_stage: keep AdamW's moments on the CPU and take its steps there."""
     shard_target: bool = False
-    """For targets too large for one device: shard the frozen target's layers over the processes, too, and gather them
-    one at a time (DeepSpeed's ZeRO-3, with any zero_stage). A run of one process holds the whole target."""
+    """For targets too large for one device: shard the frozen target's layers over the processes and gather them one at
+    a time (DeepSpeed's ZeRO-3, with any zero_stage)."""
     gradient_checkpointing: bool = False
     """Recompute the drafter's layer in the backward pass: less memory, more time, same gradients."""
     seed: Seed = 0
@@ -114,23 +108,21 @@ class TrainSection(Section):
     validate_every_steps: Count = 200
     """Optimiser steps between validations."""
     eval_replay: CountOrZero = 0
-    """Validation conversations to replay with eval.tree after every checkpoint. The resulting acceptance, which equals
-    that of decoding, goes to metrics.jsonl. 0 switches it off."""
+    """Validation conversations to replay with eval.tree after every checkpoint; their acceptance, which equals that of
+    decoding, goes to metrics.jsonl. 0 switches it off."""
     keep_best: Literal["simulated_tau", "replay_tau"] | None = None
-    """Also keep the checkpoint with the highest value of this metric on the validation conversations, and save its
-    drafter at the end. replay_tau needs eval_replay; simulated_tau validates every checkpoint. None: save the last
-    checkpoint's drafter."""
+    """Keep the checkpoint with the highest value of this metric on the validation conversations, and save its drafter
+    at the end. replay_tau needs eval_replay; simulated_tau validates every checkpoint. None: the last checkpoint's."""
     trackers: list[str] = ["tensorboard"]
-    """Trackers that also receive what goes to metrics.jsonl: tensorboard (in <output_dir>/tensorboard), wandb, trackio,
-    or another of accelerate's trackers, by name."""
+    """accelerate's trackers that also receive metrics.jsonl: tensorboard (in <output_dir>/tensorboard), wandb ..."""
 
 
 class LabelSection(Section):
     """Labelled draft trees (data_gen/label_trees.py), a C2T classifier's training data."""
 
     answers: str | None = None
-    """Recorded answers of the target along which trees are drafted: a generations.jsonl, or regenerated conversations.
-    Default: the conversations that training keeps for validation, because the drafter was trained on the others."""
+    """Recorded answers along which trees are drafted: a generations.jsonl, or regenerated conversations. Default: the
+    conversations that training keeps for validation, because the drafter was trained on the others."""
     max_rows: Count | None = None
     """Stop after the answer that reaches this many rows. None: all answers."""
     top_k: Beam = 10

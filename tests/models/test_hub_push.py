@@ -102,7 +102,7 @@ def test_other_content_is_not_overwritten(hub: FakeHub, export: Export, files: d
     ("method", "error", "said"),
     [
         ("create_repo", refused(429, "slow", headers={"Retry-After": "30"}), "too many requests .*; wait 30 s"),
-        ("create_repo", refused(401, "no"), "wants a token|refuses the token"),
+        ("create_repo", refused(401, "no"), "wants a token"),
         ("model_info", refused(500, "out"), "out of order .500: out.; wait"),
         (
             "create_commit",

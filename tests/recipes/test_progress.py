@@ -56,15 +56,15 @@ def test_what_is_over_in_two_seconds_shows_nothing(
 def test_a_log_gets_one_line_a_stage_and_one_every_thirty_seconds(
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    line = "decode: 4 of 8 prompts in 00:08, 0.5 prompts/s, 00:08 left, tau 2.31\n"
+    line = "decode: 4 of 8 prompts in 00:08,  2.00s/prompt, 00:08 left, tau 2.31\n"
     assert drawn(monkeypatch, clock, False, 8) == line
     # Two minutes a prompt: a log cannot wait for them.
     minutes = drawn(monkeypatch, clock, False, 480).splitlines()
-    assert minutes[0] == "decode: 0 of 8 prompts in 00:36, tau 2.31"
+    assert minutes[0] == "decode: 0 of 8 prompts in 00:36, ?prompt/s, ? left, tau 2.31"
     assert len(minutes) == 480 // 36 + 1  # looked at every 12 seconds, and the last line
-    assert minutes[-1] == "decode: 4 of 8 prompts in 08:00, 0.00833 prompts/s, 08:00 left, tau 2.31"
+    assert minutes[-1] == "decode: 4 of 8 prompts in 08:00, 120.00s/prompt, 08:00 left, tau 2.31"
 
 
 def test_a_stage_that_was_resumed_shows_the_pace_since_then(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    line = "decode: 8 prompts in 00:08, 0.5 prompts/s, tau 2.31\n"
+    line = "decode: 8 of 8 prompts in 00:08,  2.00s/prompt, 00:00 left, tau 2.31\n"
     assert drawn(monkeypatch, clock, False, 8, initial=4) == line

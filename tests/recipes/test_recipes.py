@@ -2,7 +2,6 @@
 
 import gzip
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from draftsmith.eval import acceptance
 from draftsmith.recipes.command import cli
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import PACKAGE, dump_recipe, load_recipe
-from draftsmith.recipes.schema import Recipe
 from tests.recipe_cases import SMALLEST, problems_of
 from tests.recipe_cases import write as write
 
@@ -22,7 +20,7 @@ def test_every_problem_names_its_line_and_files_that_are_missing_come_with_them(
     problems = problems_of(
         write(
             "target:\n  model: ./missing\n  dtype: int8\ndata:\n  prompts: [missing.jsonl, 3]\n"
-            "eval:\n  also:\n  - proposer: drafter\n    tree: {nodes: 1}\n"
+            "eval:\n  also:\n  - proposer: drafter\n    tree: {nodes: 1}\ntrain:\n  seed: 1\n  clip: norm\n  seed: 2\n"
         ),
         "train.nothing=1",
     )
@@ -32,6 +30,7 @@ def test_every_problem_names_its_line_and_files_that_are_missing_come_with_them(
         (":5: ", "`data.prompts.1`"),
         ("override 'train.nothing=1': ", "unknown key `train.nothing`"),
         (":9: ", "`eval.also.0.tree.nodes`"),
+        (":13: ", "`train.seed` is given twice, first at "),
         (":2: ", "`target.model`"),
         (":5: ", "`data.prompts.0`"),
     ]
@@ -40,28 +39,15 @@ def test_every_problem_names_its_line_and_files_that_are_missing_come_with_them(
     assert len(problems) == len(expected)
 
 
-def test_repeated_key_is_an_error_with_both_lines(write):
-    (problem,) = problems_of(write(SMALLEST + "train:\n  seed: 1\n  max_steps: 3\n  seed: 2\n"))
-    assert ":7: `train.seed` is given twice" in problem
-    assert problem.endswith(":5")
-
-
-def test_numbers_as_people_write_them(write):
-    recipe = load_recipe(
-        write(SMALLEST + "train:\n  learning_rate: 1e-4\n  epochs: 2\n  step_weight: +.5\n"),
-        ["train.weight_decay=1E-2"],
-    )
-    assert recipe.train.learning_rate == 1e-4
-    assert (recipe.train.epochs, recipe.train.step_weight, recipe.train.weight_decay) == (2.0, 0.5, 0.01)
-    assert isinstance(recipe.train.epochs, float)
-
-
 @pytest.mark.parametrize("override", [[], ["train.mixed_precision=no"]])
-def test_no_is_a_choice_not_a_boolean(write, override):
-    text = SMALLEST if override else SMALLEST + "train:\n  mixed_precision: no\n"
-    assert load_recipe(write(text), override).train.mixed_precision == "no"
-    (problem,) = problems_of(write(SMALLEST + "train:\n  mixed_precision: on\n"))
-    assert "given true" in problem
+def test_values_as_people_write_them(write, override):
+    no = "" if override else "  mixed_precision: no\n"
+    text = f"train:\n  learning_rate: 1e-4\n  epochs: 2\n  step_weight: +.5\n{no}eval:\n  # max_prompts: 3\n"
+    train = load_recipe(write(SMALLEST + text), ["train.weight_decay=1E-2", *override]).train
+    assert train.learning_rate == 1e-4 and isinstance(train.epochs, float)
+    assert (train.epochs, train.step_weight, train.weight_decay) == (2.0, 0.5, 0.01)
+    assert train.mixed_precision == "no"  # which YAML reads as false
+    assert (train.adam_beta1, train.adam_beta2) == (0.9, 0.95)  # as drafters were published
 
 
 def test_a_path_may_begin_at_the_home_folder(write, tmp_path, monkeypatch):
@@ -98,40 +84,27 @@ def test_shipped_files_are_found_from_anywhere(tmp_path: Path, monkeypatch: pyte
     assert load_recipe(sys.argv[1]).data.prompts == name
 
 
-def test_adam_decays_as_drafters_were_published(write):
-    train = load_recipe(write(SMALLEST)).train
-    assert (train.adam_beta1, train.adam_beta2) == (0.9, 0.95)
-
-
-def test_empty_section_is_its_defaults(write):
-    recipe = load_recipe(write(SMALLEST + "train:\neval:\n  # max_prompts: 3\n"))
-    assert recipe.train == Recipe.model_validate(yaml.safe_load(SMALLEST)).train
-
-
 def test_merge_keys_and_anchors(write):
     text = SMALLEST + (
         "eval:\n  tree: &tree {nodes: 20, top_k: 4}\n"
         "  also:\n  - name: wider\n    tree: &wide {<<: *tree, top_k: 8}\n  - name: same\n    tree: *tree\n"
-        "  - name: again\n    tree: *wide\n  - name: both\n    tree: {<<: [*tree, *wide]}\n"
+        "  - name: again\n    tree: *wide\n"
     )
-    wider, same, again, both = load_recipe(write(text)).eval.also
+    wider, same, again = load_recipe(write(text), ["eval.also.2.tree.nodes=21"]).eval.also
     assert (wider.tree.nodes, wider.tree.top_k, same.tree.top_k) == (20, 8, 4)
-    assert again.tree == wider.tree and both.tree == same.tree  # the first of several has priority
+    assert (again.tree.nodes, again.tree.top_k) == (21, 8)  # an override changes one place
 
 
-def test_overrides_win_in_order(write):
-    path = write(SMALLEST + "train:\n  seed: 1\neval:\n  also:\n  - name: a\n")
+def test_overrides_win_in_order_and_mend_problems_of_the_file(write):
+    path = write(SMALLEST + "train:\n  seed: x\ndata:\n  prompts: missing.jsonl\neval:\n  also:\n  - name: a\n")
     overrides = ["train.seed=2", "train.seed=3", "eval.tree={nodes: 5}", "eval.also.0.name='b=c'", "eval.max_prompts="]
-    recipe = load_recipe(path, overrides)
-    assert recipe.train.seed == 3
-    assert recipe.eval.tree.nodes == 5
-    assert recipe.eval.also[0].name == "b=c"
-    assert recipe.eval.max_prompts is None
+    recipe = load_recipe(path, [*overrides, "data.prompts=[hf:org/name, hf:org/name:test]"])
+    assert (recipe.train.seed, recipe.eval.tree.nodes, recipe.eval.also[0].name) == (3, 5, "b=c")
+    assert recipe.eval.max_prompts is None and recipe.data.prompts == ["hf:org/name", "hf:org/name:test"]
 
 
-def test_override_mends_a_problem_of_the_file(write):
-    path = write(SMALLEST + "train:\n  seed: x\ndata:\n  prompts: missing.jsonl\n")
-    assert load_recipe(path, ["train.seed=2", "data.prompts=hf:org/name"]).train.seed == 2
+LISTS = zip("abcdefgh", "bcdefghi", strict=True)
+LAUGHS = "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in LISTS)
 
 
 @pytest.mark.parametrize(
@@ -140,69 +113,29 @@ def test_override_mends_a_problem_of_the_file(write):
         ("output_dir: [1\ntarget: {}\n", "recipe.yaml:2: not valid YAML"),
         ("- a\n- b\n", "`key: value`"),
         ("", "`output_dir` is missing"),
-        (SMALLEST + "train: {seed: 2024-13-45}\n", "not valid YAML: month must be"),
-        (SMALLEST + "train: {packing: !!bool maybe}\n", "not valid YAML: 'maybe' is not a bool"),
+        (SMALLEST + "train: {seed: 2024-13-45}\n", "month must be"),
+        (SMALLEST + "train: {packing: !!bool maybe}\n", "maybe"),
         (SMALLEST + "train: &a {seed: *a}\n", "not valid YAML: nested too deeply, or an alias"),
-        (SMALLEST + "? [a, b]\n: 3\n", "recipe.yaml:4: a key must be a single word"),
+        (SMALLEST + "? [a, b]\n: 3\n", "recipe.yaml:4: not valid YAML"),
         (SMALLEST + "---\na: 1\n", "not valid YAML"),
-        (SMALLEST + "train: !!python/object:os.system {}\n", "not valid YAML"),
+        (SMALLEST + "train: !!python/object:os.system {}\n", "recipe.yaml:4: not valid YAML"),
+        (SMALLEST + LAUGHS, "not valid YAML: more than 10,000 values"),
+        (SMALLEST + "a: " + "[" * 5000, "not valid YAML: nested too deeply"),
+        (SMALLEST + "#" * 100_000, "recipe.yaml: too long for a recipe, which has at most 60,000 characters"),
+        (f"output_dir: {'x' * 5000}\ntarget: {{model: org/name}}\n", "File name too long"),
     ],
+    ids=range(13),
 )
 def test_not_a_recipe(write, text, expected):
-    assert any(expected in problem for problem in problems_of(write(text)))
-
-
-NINE = "[" + ", ".join(["*{0}"] * 9) + "]"
-
-
-LAUGHS = "a: &a [1]\n" + "".join(f"{b}: &{b} {NINE.format(a)}\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
-
-
-MERGES = "a: &a {k: 1}\n" + "".join(
-    f"{b}: &{b} {{<<: {NINE.format(a)}}}\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (LAUGHS, r":\d+: not valid YAML: more than 10,000 values, those that aliases repeat included"),
-        (MERGES, r":\d+: not valid YAML: more than 10,000 values"),
-        ("a: " + "[" * 5000, ": not valid YAML: nested too deeply"),
-        ("#" * 100_000, ": too long for a recipe, which has at most 60,000 characters"),
-        ("train: {seed: 0x" + "f" * 5000 + "}\n", ":4: not valid YAML: a value of 5,002 characters that is not text"),
-        ("train: {<<: 3}\n", ":4: not valid YAML: `<<` takes a section or a list of sections"),
-        (f"output_dir: {'x' * 5000}\n", "File name too long"),
-    ],
-)
-def test_a_recipe_that_would_fill_memory_or_stack_is_refused(write, text, expected):
-    problems = problems_of(write(text if text.startswith("output") else SMALLEST + text))
-    assert any(re.search(expected, problem) for problem in problems)
+    problems = problems_of(write(text))
+    assert any(expected in problem for problem in problems), problems
     assert sum(map(len, problems)) < 3000
-
-
-def test_an_endless_override_is_cut_in_its_message(write):
-    override = "eval.also." + "9" * 5000 + ".name=x"
-    (problem,) = problems_of(write(SMALLEST + "eval: {also: []}\n"), override)
-    assert problem.startswith(f"override '{override[:200]}") and len(problem) < 1000
-
-
-def test_a_thousand_problems_are_not_all_told(write):
-    problems = problems_of(write(SMALLEST + "".join(f"k{i}: 1\n" for i in range(1000))))
-    assert len(problems) == 51 and problems[-1].endswith("recipe.yaml: and more problems; fix these first")
 
 
 def test_recipe_file_that_cannot_be_read(tmp_path: Path):
     (tmp_path / "latin.yaml").write_bytes(b"output_dir: \xe9\n")
-    for path, said in (("none.yaml", "no such recipe file"), ("", "a folder; name"), ("latin.yaml", "UTF-8")):
+    for path, said in (("none.yaml", "no such recipe file"), ("", "Is a directory"), ("latin.yaml", "UTF-8")):
         assert said in problems_of(str(tmp_path / path))[0]
-
-
-def test_outputs_that_no_permission_allows(write):
-    for name, said in (("x" * 300, "File name too long"), ("/proc/x", "nothing can be written to /proc")):
-        if not name.startswith("/proc") or Path("/proc/self").exists():
-            (problem,) = problems_of(write(SMALLEST), f"output_dir={name}")
-            assert "`output_dir`: " in problem and said in problem
 
 
 def test_an_output_dir_that_is_read_only(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -211,6 +144,8 @@ def test_an_output_dir_that_is_read_only(write, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match="output_dir: nothing can be written to"):
         cli.parse_command(None, arguments)
     cli.parse_command(None, arguments, writes=False)
+    (problem,) = problems_of(arguments[0], f"output_dir={tmp_path}/new")
+    assert "`output_dir`: " in problem and f"nothing can be written to {tmp_path}" in problem
     monkeypatch.setattr(sys, "argv", ["acceptance.py", *arguments])
     with pytest.raises(UserError, match="output_dir: nothing can be written to"):
         acceptance.main()
@@ -222,7 +157,7 @@ def test_an_output_dir_that_is_read_only(write, tmp_path: Path, monkeypatch: pyt
         ["train.learning_rate=1e-7", "train.mixed_precision=no", "output_dir='runs/é: #1'", "target.revision='1e5'"],
         *([f"eval.tree={{policy: {policy}}}"] for policy in ("chain", "svip", "static", "ddd", "auto")),
         ["eval.tree={policy: ddd, ddd: {at: [2, 20]}}", "eval.also=[{name: b, tree: {policy: svip_tree, top_k: 4}}]"],
-        ["eval.tree={policy: c2t, top_k: 4, c2t: {classifier: x}}"],
+        ["eval.tree={policy: c2t, top_k: 4, c2t: {classifier: x}}", "target.quantization=int8"],
     ],
     ids=str,
 )
@@ -231,8 +166,31 @@ def test_dumped_recipe_reads_back(write, overrides):
     assert load_recipe(write(dump_recipe(recipe))) == recipe
 
 
-def test_names_that_the_hub_could_have_are_not_looked_for_on_disk(write):
-    for model in ("org/name-1.5_b", "gpt2"):
-        assert load_recipe(write(SMALLEST), [f"target.model={model}"]).target.model == model
-    recipe = load_recipe(write(SMALLEST), ["data.prompts=[hf:org/name, hf:org/name:test]"])
-    assert recipe.data.prompts == ["hf:org/name", "hf:org/name:test"]
+HASS = {"token_loss": 0.1, "feature_loss": 1.0, "feature_noise": 0.2, "detach_features": True, "step_weight": 1.0}
+EAGLE3 = {"token_loss": 1.0, "feature_loss": 0.0, "feature_noise": 0.0, "detach_features": False, "step_weight": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "published"),
+    [
+        ("{}", {"ttt_steps": 7, **EAGLE3}),
+        ("{kind: eagle}", {"ttt_steps": 1, **HASS}),
+        ("{kind: poss}", {"ttt_steps": 8, **HASS}),
+        ("{kind: poss, positions_per_specialist: 3, specialists: 2}", {"ttt_steps": 6, **HASS}),
+        ("{kind: poss, base: eagle3, specialists: 3}", {"ttt_steps": 6, **EAGLE3, "detach_features": "specialists"}),
+        ("{kind: vispec}", {"ttt_steps": 2, "token_loss": 10.0}),
+        ("{kind: vispec, specialists: 3}", {"ttt_steps": 6, "token_loss": 10.0}),
+        (
+            "{kind: vispec, base: eagle3, positions_per_specialist: 1}",
+            {"ttt_steps": 4, **EAGLE3, "detach_features": "specialists"},
+        ),
+    ],
+)
+def test_what_a_recipe_leaves_out_is_as_its_drafter_was_published(write, tmp_path: Path, drafter, published):
+    """And the recipe that is written back says so, and reads back equal. 7 steps just reach every specialist."""
+    for train, given in (("", {}), ("train: {token_loss: 0.5, ttt_steps: 7}\n", {"token_loss": 0.5, "ttt_steps": 7})):
+        recipe = load_recipe(write(SMALLEST + train), [f"drafter={drafter}"])
+        says = yaml.safe_load(dump_recipe(recipe))["train"]
+        assert {key: says[key] for key in published} == published | given
+        (tmp_path / "back.yaml").write_text(dump_recipe(recipe))
+        assert load_recipe(tmp_path / "back.yaml") == recipe

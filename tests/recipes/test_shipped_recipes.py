@@ -24,7 +24,6 @@ from draftsmith.models.target import default_capture_layers
 from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.published import other_than_published
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train import c2t
 from tests.conftest import make_target, make_tokenizer
@@ -162,8 +161,6 @@ def test_loads_and_says_where_it_comes_from(name: str, monkeypatch: pytest.Monke
     for stage in stages_of(recipe):
         assert f"draftsmith {stage} recipes/{name}.yaml" in head
     assert "Measured" in head
-    # The vision demo starts from random weights, where ViSpec's published loss is flat; its comments say so.
-    assert (other_than_published(recipe.drafter, recipe.train) is None) == (name != "demo-vision")
 
 
 def test_vicuna_template_writes_the_published_format_and_marks_what_the_model_writes() -> None:
@@ -209,10 +206,15 @@ def test_decoding_demo_runs_on_a_drafter_of_two_steps(tmp_path: Path, monkeypatc
     ]
     for script in (regenerate, rank_vocab, TRAINED_BY["eagle3"]):
         run_main(script, "recipes/demo.yaml", *short)
-    lean = "eval.max_prompts=1", "eval.max_new_tokens=24", f"eval.drafter={tmp_path / 'demo/drafter'}"
+    lean = (
+        "eval.max_prompts=1",
+        "eval.turns=first",
+        "eval.max_new_tokens=24",
+        f"eval.drafter={tmp_path / 'demo/drafter'}",
+    )
     run_main(acceptance, "recipes/demo-decoding.yaml", f"eval.out={tmp_path / 'decoded'}", *lean)
     rows = json.loads((tmp_path / "decoded/acceptance.json").read_text())["contenders"]
     assert list(rows) == DECODING_ROWS
     assert all(row["matches_target"] for name, row in rows.items() if "int8" not in name)
-    assert rows["hierarchy"]["inner_tau"] >= 1 and rows["sam"]["answers"] == 4  # one question, three turns
+    assert rows["hierarchy"]["inner_tau"] >= 1
     assert (tmp_path / "decoded/report.html").exists()

@@ -26,12 +26,11 @@ from draftsmith.models.formats.named_drafters import with_start
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.launch import rank, world_size
+from draftsmith.recipes.command.launch import world_size
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import dump_recipe
-from draftsmith.recipes.published import other_than_published
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.loss.unroll import kernel_of
 from draftsmith.train.measure.dry_run import row_flops
@@ -65,8 +64,6 @@ def main(command: Command) -> bool:
     check_export(recipe, files)
     if not command.plan:
         check_evaluation(recipe, files)
-    if rank() == 0 and (note := other_than_published(recipe.drafter, recipe.train)):
-        print(f"note: {note}")
     if command.plan:
         print_plan(recipe, files, command.flops, command.processes or world_size())
         return False
