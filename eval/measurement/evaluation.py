@@ -16,7 +16,7 @@ from draftsmith.eval.decoding.neighbours import warning
 from draftsmith.eval.decoding.proposers import rule_name, tree_name
 from draftsmith.eval.measurement.benchmarks import PLAIN, Question, answer_line, decode_all, plain_of, recipe_questions
 from draftsmith.eval.measurement.compared import load_all
-from draftsmith.eval.measurement.metrics import BOOTSTRAP_SAMPLES, summarise_all
+from draftsmith.eval.measurement.metrics import summarise_all
 from draftsmith.eval.planner.command import choose_tree
 from draftsmith.eval.planner.search import candidates_of, prepared, recipe_keys
 from draftsmith.eval.replay.replay import Agreement
@@ -150,7 +150,7 @@ def publish_results(
     main, log = contenders[0].name, generations_path(recipe)
     unlike = recipe.eval.mode == "replay" or recipe.eval.temperature > 0
     own_plain = {name: plain_of(each) for each in contenders for name in (each.name, plain_of(each))}
-    numbers = summarise_all(results, PLAIN, BOOTSTRAP_SAMPLES, recipe.eval.seed, unlike, main, own_plain)
+    numbers = summarise_all(results, PLAIN, recipe.eval.seed, unlike, main, own_plain)
     sampling = Sampling.of(recipe.eval)
     described = {plain_of(each): UNDRAFTED | {"quantization": precision_name(each.quantization)} for each in contenders}
     described |= {PLAIN: UNDRAFTED} | {contender.name: describe(contender, sampling) for contender in contenders}

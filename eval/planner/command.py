@@ -24,7 +24,7 @@ from draftsmith.eval.planner.search import (
     sampling_note,
 )
 from draftsmith.eval.replay.answers import RecordedAnswer, Recording, answer_tokens
-from draftsmith.eval.report_page.summary import interval_text
+from draftsmith.eval.report_page.summary import interval
 from draftsmith.models.formats.named_drafters import with_measured_drafters
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.target_files import TargetFiles
@@ -139,7 +139,7 @@ def print_ranking(plan: Plan) -> None:
     for row in shown:
         cells = [f"{row.numbers['tree_nodes_per_round']:.1f}", f"{row.numbers['tau']:.2f}"]
         for numbers in filter(None, (row.numbers, row.measured)):
-            cells += [f"{numbers['speedup']:.2f}", interval_text(numbers["speedup_interval"])]
+            cells += [f"{numbers['speedup']:.2f}", interval(numbers["speedup_interval"])]
         lines.append((row.speedup, Text(row.name, style="bold" if row is plan.best else ""), cells))
     for _, name, cells in sorted(lines, key=lambda line: -line[0]):
         table.add_row(name, *cells)

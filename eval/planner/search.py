@@ -17,7 +17,7 @@ import yaml
 from draftsmith.eval.decoding.contenders import Contender, check_contenders, loaded_proposer
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measurement.benchmarks import PLAIN, Question, decode_all
-from draftsmith.eval.measurement.metrics import BOOTSTRAP_SAMPLES, summarise, summarise_all
+from draftsmith.eval.measurement.metrics import summarise, summarise_all
 from draftsmith.eval.planner.cost_model import Costs, predicted
 from draftsmith.eval.planner.measuring import keep_known, measure_costs, read_known, room_for
 from draftsmith.eval.replay.answers import (
@@ -354,7 +354,7 @@ def ranked(
     rows = []
     for contender in contenders:
         expected = predicted(costs, contender.tree, rounds[contender.name])
-        numbers = summarise(expected, plain[: len(expected)], BOOTSTRAP_SAMPLES, seed, sampled=True)
+        numbers = summarise(expected, plain[: len(expected)], seed, sampled=True)
         rows.append(Row(contender, expected, numbers))
     return sorted(rows, key=lambda row: (-len(row.rounds), -row.speedup))
 
@@ -366,7 +366,6 @@ def measure(
     rows = plan.rows[:most]
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         results = decode_all(models, recipe, [row.contender for row in rows], asked, nowhere, rejects)
-    settings = BOOTSTRAP_SAMPLES, recipe.eval.seed
-    measured = summarise_all(results, PLAIN, *settings, sampled=recipe.eval.temperature > 0)["contenders"]
+    measured = summarise_all(results, PLAIN, recipe.eval.seed, sampled=recipe.eval.temperature > 0)["contenders"]
     for row in rows:
         row.measured = measured[row.name]

@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.eval.measurement.metrics import BOOTSTRAP_SAMPLES
-from draftsmith.eval.report_page.figures import parts_of
 from draftsmith.eval.report_page.html import build_html, choose_answers, choose_images
-from draftsmith.eval.report_page.summary import advice, equality, fastest, interval_text, notes
+from draftsmith.eval.report_page.summary import advice, equality, fastest, interval, notes, number, parts_of
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
@@ -135,7 +134,7 @@ def write_report(recipe: Recipe) -> Path:
 def print_table(acceptance: dict[str, Any]) -> None:
     """Prints all contenders, then the main one by benchmark and turn if there are several. Fits 80 columns."""
     main, contenders = acceptance["contender"], acceptance["contenders"]
-    parts = [(name, row[main]) for kind, _, name, row in parts_of(acceptance) if kind != "category"]
+    parts = [(name, row[main]) for kind, name, row in parts_of(acceptance) if kind != "category"]
     about = f"{f'Parts: {main}. ' if parts else ''}tau: tokens per verification, the bonus token included. "
     told = [*notes(acceptance), fastest(acceptance), equality(acceptance)]
     # Names are Text: markup would interpret their brackets and colons, and double backslashes.
@@ -151,8 +150,8 @@ def print_table(acceptance: dict[str, Any]) -> None:
     for name, row in parts:
         table.add_row(Text(name), *_cells(row))
     Console().print(table)
-    for line in advice(acceptance):
-        print(line)
+    if said := advice(acceptance):
+        print(said)
 
 
 def print_written(paths: list[Path]) -> None:
@@ -161,14 +160,10 @@ def print_written(paths: list[Path]) -> None:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
-        _number(row["tau"], 2),
-        interval_text(row["tau_interval"]),
-        _number(row["tree_nodes_per_round"], 1),
-        _number(row["tokens_per_second"], 0),
-        _number(row["speedup"], 2),
-        interval_text(row["speedup_interval"]),
+        number(row["tau"]),
+        interval(row["tau_interval"]),
+        number(row["tree_nodes_per_round"], 1),
+        number(row["tokens_per_second"], 0),
+        number(row["speedup"]),
+        interval(row["speedup_interval"]),
     )
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

@@ -102,7 +102,7 @@ def test_the_speed_up_is_the_formula_s(seed: int) -> None:
         list(costs.rest[shape_of(tree)].points),
         [(len(g.token_ids), g.tree_nodes, g.draft_calls) for g in generations],
     )
-    assert summarise(expected, plain, 100, 0, sampled=True)["speedup"] == pytest.approx(wanted, abs=1e-4)
+    assert summarise(expected, plain, 0, sampled=True)["speedup"] == pytest.approx(wanted, abs=1e-4)
     # A drafter that reads the prompt pays for it once an answer.
     reading = predicted(replace(costs, prompt=7.0), tree, generations)
     assert [b.decode_seconds - a.decode_seconds for a, b in zip(expected, reading, strict=True)] == pytest.approx(
