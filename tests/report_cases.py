@@ -79,7 +79,7 @@ def evaluate(
                 out = generation(chance, length, contender != PLAIN, name, benchmark, turn)
                 out.category = category
                 generations.append(out)
-                shown = {"question": f"question {name}", "token_texts": words} if contender == contenders[0] else None
+                shown = {"question": f"question {name}", "token_texts": words} if contender == contenders[0] else {}
                 file.write(json.dumps(record_of(out, contender, "".join(words), shown)) + "\n")
     sampled = recipe.eval.temperature > 0
     numbers = summarise_all(results, PLAIN, 0, sampled)

@@ -21,13 +21,8 @@ from draftsmith.eval.decoding.contenders import Contender, loaded_proposer, rule
 from draftsmith.eval.decoding.decode import Generation, TargetVerifier, decode
 from draftsmith.eval.decoding.proposers import PLAIN
 from draftsmith.eval.measurement.generation_log import record_of, token_texts
-from draftsmith.models.chat import (
-    RenderError,
-    answer_message,
-    as_text,
-    decode_answer,
-    render_prompt,
-)
+from draftsmith.eval.measurement.metrics import tau
+from draftsmith.models.chat import RenderError, answer_message, as_text, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.families import usable_positions
 from draftsmith.models.image_tokens import ImageTokens
@@ -43,7 +38,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.picture_files import data_url
 from draftsmith.recipes.prompts.picture_parts import pictures_of
 from draftsmith.recipes.prompts.pictures import with_named_pictures
-from draftsmith.recipes.prompts.reader import Conversation, Rejects, questions, read_conversations
+from draftsmith.recipes.prompts.reader import Rejects, questions, read_conversations
 from draftsmith.recipes.prompts.sources import StorePicture, short_names
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.base import as_list
@@ -51,7 +46,7 @@ from draftsmith.recipes.sections.base import as_list
 PICTURE_MARK = " [picture] "  # in the report's questions
 
 
-def plain_of(contender: "Contender") -> str:
+def plain_of(contender: Contender) -> str:
     """The name of plain decoding in the contender's precision."""
     precision = precision_name(contender.quantization)
     return PLAIN if precision is None else f"{PLAIN}, {precision} target"
@@ -78,11 +73,7 @@ class Question:
 def recipe_questions(
     recipe: Recipe, files: TargetFiles, rejects: Rejects, store: StorePicture = data_url
 ) -> list[Question]:
-    """`load_questions` of eval.prompts.
-
-    Args:
-        store: stores the bytes of a picture that has no file, and returns their place.
-    """
+    """`load_questions` of eval.prompts. `store` stores a picture that has no file, and returns its place."""
     section, sees = recipe.eval, is_vision_language(files.config)
     return load_questions(
         section.prompts or [], rejects, section.max_prompts, section.turns == "first", store if sees else None
@@ -99,8 +90,7 @@ def load_questions(
     """The first `limit` conversations of each source. Those that the target cannot read go to `rejects`.
 
     Args:
-        store: given for a target that reads pictures, as in `recipe_questions`. Questions then name their pictures as
-            `with_named_pictures` does. None: text only.
+        store: as in `recipe_questions`, for a target that reads pictures; None: text only.
 
     Raises:
         UserError: nothing usable.
@@ -116,27 +106,17 @@ def load_questions(
                 unseen |= store is None
                 rejects.add_conversation(conversation, str(error))
             else:
-                found.append(_question(asked, source, shown[source], first_turns_only))
+                turns, meta = list(questions(asked.messages)), asked.meta
+                benchmark, category = meta.get("benchmark"), meta.get("category")
+                if not benchmark or benchmark == short_names([source])[source]:
+                    benchmark = shown[source]  # differs from the short name where another source has the same one
+                about = str(benchmark), None if category is None else str(category)
+                turns = turns[:1] if first_turns_only else turns
+                found.append(Question(asked.id, asked.source, asked.line, turns, meta.get("tools"), *about))
     if not found:
         advice = "; the target reads text only: name prompts of text, or a vision-language target" * unseen
         raise UserError(f"eval.prompts: nothing usable in {sources}; {rejects.summary()}{advice}")
     return found
-
-
-def _question(conversation: Conversation, source: str, source_name: str, first_turn_only: bool) -> Question:
-    turns = list(questions(conversation.messages))
-    benchmark, category = conversation.meta.get("benchmark"), conversation.meta.get("category")
-    if benchmark == short_names([source])[source]:
-        benchmark = source_name  # another source has the same short name
-    return Question(
-        conversation.id,
-        conversation.source,
-        conversation.line,
-        turns[:1] if first_turn_only else turns,
-        conversation.meta.get("tools"),
-        str(benchmark or source_name),
-        None if category is None else str(category),
-    )
 
 
 @dataclass(frozen=True)
@@ -165,11 +145,8 @@ class Bench:
     drawn: Callable[[Sequence[int]], dict[str, str]] = lambda answer: {}
 
     def prompt(self, question: Question, messages: list[dict[str, Any]]) -> Prompt:
-        """The next prompt. Raises ValueError if the template refuses it or it is too long."""
-        try:
-            prompt = render_prompt(self.tokenizer, messages, question.tools)
-        except RenderError as error:
-            raise ValueError(str(error)) from error
+        """The next prompt. Raises RenderError if the template refuses it, ValueError if it is too long."""
+        prompt = render_prompt(self.tokenizer, messages, question.tools)
         if len(prompt) + self.max_new_tokens > self.max_length:
             raise ValueError(
                 f"too long: {len(prompt)} prompt tokens and {self.max_new_tokens} new ones exceed the target's "
@@ -183,10 +160,9 @@ class Bench:
         proposer: Proposer | None,
         prompts: Sequence[Prompt],
         keys: Sequence[Hashable],
-        max_new_tokens: int | None = None,
+        budget: int,
     ) -> list[Generation]:
         draws = [SeededDraws(self.seed, key) for key in keys]
-        budget = max_new_tokens or self.max_new_tokens
         acceptance = self.acceptances.get(name) or acceptance_of(self.sampling)
         verifier = TargetVerifier(self.targets.get(name, self.target), proposer, acceptance)
         with torch.inference_mode():
@@ -207,9 +183,8 @@ class Bench:
             One generation per turn for each name, `PLAIN` first; the same turns in the same order for all.
         """
         with_plain: dict[str, Proposer | None] = {PLAIN: None} | proposers
-        names = list(with_plain)
+        names, most = list(with_plain), self.max_new_tokens
         results: dict[str, list[Generation]] = {name: [] for name in names}
-        tokens = rounds = 0  # of `shown`
         decoded = 0  # batches of turns
         answers = 0  # that the bar shows after the questions so far
         total = sum(len(question.turns) for question in asked) * len(names)
@@ -220,14 +195,13 @@ class Bench:
                     prompts = [talk.prompt for talk in turn]
                     if not decoded:  # the first forwards of a process and of a proposer are slow
                         for name, proposer in with_plain.items():
-                            self._answers(
-                                name, proposer, prompts, ["warm-up"] * len(turn), min(16, self.max_new_tokens)
-                            )
+                            self._answers(name, proposer, prompts, ["warm-up"] * len(turn), min(16, most))
                     first = decoded % len(names)
                     decoded += 1
                     done = {}
                     for name in names[first:] + names[:first]:
-                        done[name] = self._answers(name, with_plain[name], prompts, [talk.key(name) for talk in turn])
+                        keys = [talk.key(name) for talk in turn]
+                        done[name] = self._answers(name, with_plain[name], prompts, keys, most)
                         progress.update(len(turn))
                     for row, talk in enumerate(turn):
                         for name in names:
@@ -239,10 +213,8 @@ class Bench:
                             file.write(answer_line(self.tokenizer, generation, name, question))
                         talk.history.append(answer_message(self.tokenizer, done[PLAIN][row].token_ids))
                     file.flush()
-                    tokens += sum(len(generation.token_ids) - 1 for generation in done[shown])
-                    rounds += sum(generation.rounds for generation in done[shown])
-                    if rounds:
-                        progress.set_postfix_str(f"tau {tokens / rounds:.2f}", refresh=False)
+                    if (so_far := tau(results[shown])) is not None:
+                        progress.set_postfix_str(f"tau {so_far:.2f}", refresh=False)
                 answers += sum(len(talk.question.turns) for talk in talks) * len(names)
                 progress.update(answers - progress.n)  # rejected turns have no answers
         if not results[PLAIN]:
@@ -259,7 +231,7 @@ class Bench:
             talk.turn += 1
             try:
                 talk.prompt = self.prompt(talk.question, talk.history)
-            except ValueError as error:
+            except (RenderError, ValueError) as error:
                 question = talk.question
                 rejects.add(question.source, question.line, str(error), {"id": question.id, "turn": talk.turn})
                 talk.turn = len(question.turns)

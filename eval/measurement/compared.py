@@ -100,17 +100,13 @@ def _different_targets(there: TargetSection, here: TargetSection) -> list[str]:
     return [
         f"target.{name} is {getattr(there, name)!r} there, {getattr(here, name)!r} here"
         for name in fields
-        if _content(name, getattr(there, name)) != _content(name, getattr(here, name))
+        if _resolved(getattr(there, name)) != _resolved(getattr(here, name))
     ]
 
 
-def _content(name: str, value: Any) -> Any:
-    """A value that is equal for two paths to the same directory or template."""
-    if name == "model" and Path(value).exists():
-        return Path(value).resolve()
-    if name == "chat_template" and value is not None and Path(value).is_file():
-        return Path(value).read_bytes()
-    return value
+def _resolved(value: Any) -> Any:
+    """A value that is equal for two spellings of the same path."""
+    return Path(value).resolve() if isinstance(value, str) and Path(value).exists() else value
 
 
 def _ignored(path: str, there: Recipe, first: str, here: Recipe) -> list[str]:

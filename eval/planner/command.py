@@ -27,6 +27,7 @@ from draftsmith.eval.replay.answers import RecordedAnswer, Recording, answer_tok
 from draftsmith.eval.report_page.summary import interval
 from draftsmith.models.formats.named_drafters import with_measured_drafters
 from draftsmith.models.loaded_models import LoadedModels
+from draftsmith.models.target import device_name
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
@@ -65,6 +66,7 @@ def main(command: Command) -> None:
     if command.plan:
         print_planner_plan(recipe, contenders, recording, answers, command.measure, len(asked), out)
         return
+    device_name(recipe.target.device)  # refuses a device before anything is written
     with alone_in(recipe.eval_out):
         models = LoadedModels(files)
         plan = make_plan(models, recipe, contenders, recording, answers)

@@ -22,9 +22,10 @@ from draftsmith.eval.replay.answers import (
     with_their_pictures,
 )
 from draftsmith.eval.replay.replay import (
+    LOGITS_COPIES,
     Agreement,
     batches,
-    checking_bytes,
+    head_rows,
     plain_rounds,
     replay_all,
     replay_bytes,
@@ -59,21 +60,21 @@ def recording_of(recipe: Recipe, files: TargetFiles, contenders: Sequence[Conten
     problems = []
     turns = [answer.key for answer in _baseline(recording, contenders)]
     for contender in contenders:
-        own = recording.of(contender.name, PLAIN)
+        own, place = recording.of(contender.name, PLAIN), contender.place
         if not contender.lossless(sampling):
             problems.append(
-                f"{contender.place}: {contender.name!r} accepts tokens that the target would not write; replay follows "
-                "the target's own answers. Decode instead"
+                f"{place}: {contender.name!r} accepts tokens that the target would not write; replay follows the "
+                "target's own answers. Decode instead"
             )
         if contender.quantization is not None:
             problems.append(
-                f"{contender.place}: quantization: replay reads one target; leave the contender out, or replay with "
+                f"{place}: quantization: replay reads one target; leave the contender out, or replay with "
                 "target.quantization along that target's own answers"
             )
-        if contender.tree.draw == "sampled" and not all(answer.known_greedy for answer in own):
+        if contender.tree.draw == "sampled" and not all(a.sampling is not None and a.sampling.greedy for a in own):
             problems.append(
-                f"{contender.place}: draw: sampled cannot be replayed along answers that were drawn (or may have "
-                "been): which tokens the drafter drew is not recorded; leave draw out, or decode"
+                f"{place}: draw: sampled cannot be replayed along answers that were drawn (or may have been): which "
+                "tokens the drafter drew is not recorded; leave draw out, or decode"
             )
         if [answer.key for answer in own] != turns:
             problems.append(
@@ -139,7 +140,7 @@ def planned_bytes(recipe: Recipe, files: TargetFiles, recording: Recording, cont
         lengths = [len(answers[row].prompt) + len(answers[row].tokens) for row in rows]
         positions = sum(lengths) - len(rows)  # no round reads an answer's last token
         most = max(most, replay_bytes(positions, len(rows), max(lengths), states, max(drafters, default=0)))
-    return most + checking_bytes(text.vocab_size)
+    return most + 4 * LOGITS_COPIES * head_rows(text.vocab_size) * text.vocab_size
 
 
 def print_replay_plan(

@@ -105,12 +105,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         UserError: a line is damaged.
     """
     metrics: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):
+    for row, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):
         try:
             metrics.append(json_object(line, "step", "loss", "simulated_tau"))
         except ValueError as error:
             raise UserError(
-                f"{path}:{number}: {error}: damaged; delete the line, or move the file away for a report without the "
+                f"{path}:{row}: {error}: damaged; delete the line, or move the file away for a report without the "
                 "curves of training"
             ) from None
     return metrics
