@@ -3,11 +3,10 @@
     T_sd / T_t = (T_draft + T_v(n) + T_rest) / (T_t * tau)          seconds per token over those of plain decoding
 
 (SpecMQuant, arXiv 2505.22179, with d * T_d for T_draft.) T_draft is the time of a round's d draft calls and of the
-policy's work on them, T_v(n) one forward of the target over n nodes, T_rest everything else: accept, commit,
-bookkeeping. T_t is a round of plain decoding. Deviations: the paper counts forwards alone and takes T_t = T_v(1); here
-the rest of a round counts on both sides, because it is a tenth of the time on small models. Rounds differ in n and d
-(policies that stop early), so costs are summed over the rounds of recorded answers; the formula is their mean. The
-drafter's reading of an answer's prompt is added.
+policy's work on them, T_v(n) one forward of the target over n nodes, T_rest everything else. T_t is a round of plain
+decoding. Deviations: the paper counts forwards alone and takes T_t = T_v(1); here the rest of a round counts on both
+sides, because it is a tenth of the time on small models. Rounds differ in n and d (policies that stop early), so costs
+are summed over the rounds of recorded answers. The drafter's reading of an answer's prompt is added.
 
 `eval.planner.measuring` times probes: rounds of some trees that never stop early. Costs between the probes' numbers of
 nodes and calls lie on straight lines.
@@ -16,7 +15,7 @@ Answers side by side share a round, which costs as much as its largest tree and 
 alone, so policies that stop early are predicted a little too fast.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
@@ -140,30 +139,26 @@ def predicted(costs: Costs, tree: TreeSection | None, recorded: Sequence[Generat
 
 def costs_of(probes: Mapping[str, TreeSection], parts: Mapping[str, Parts], context: int, rows: int) -> Costs:
     """Costs from the measured `parts` of each probe, and of PLAIN_PROBE."""
-    plain = parts[PLAIN_PROBE]
-    # A root alone is a chain and a tree of one node.
-    verify: dict[str, dict[int, list[float]]] = {shape: {1: [plain.verify]} for shape in ("chain", "tree")}
-    rest: dict[str, dict[int, list[float]]] = {shape: {1: [plain.rest]} for shape in ("chain", "tree")}
-    draft: dict[str, dict[int, list[float]]] = {}
-    for name, tree in probes.items():
-        probe, shape = parts[name], shape_of(tree)
-        verify[shape].setdefault(probe.nodes, []).append(probe.verify)
-        rest[shape].setdefault(probe.nodes, []).append(probe.rest)
-        draft.setdefault(family(tree), {}).setdefault(probe.calls, []).append(probe.draft)
 
-    def curves(found: dict[str, dict[int, list[float]]]) -> dict[str, Curve]:
+    def curves(points: Iterable[tuple[str, int, float]]) -> dict[str, Curve]:
+        """From (name, x, seconds): the medians at each x."""
+        found: dict[str, dict[int, list[float]]] = {}
+        for name, x, seconds in points:
+            found.setdefault(name, {}).setdefault(x, []).append(seconds)
         return {
-            name: Curve(tuple((float(x), median(times)) for x, times in sorted(points.items())))
-            for name, points in found.items()
+            name: Curve(tuple((float(x), median(seconds)) for x, seconds in sorted(by_x.items())))
+            for name, by_x in found.items()
         }
 
-    reading = [parts[name].reading for name in probes]
+    plain, trees = parts[PLAIN_PROBE], [(tree, parts[name]) for name, tree in probes.items()]
+    # A root alone is a chain and a tree of one node.
+    shapes = [("chain", plain), ("tree", plain), *((shape_of(tree), probe) for tree, probe in trees)]
     return Costs(
         plain=plain.draft + plain.verify + plain.rest,
-        verify=curves(verify),
-        rest=curves(rest),
-        draft=curves(draft),
-        prompt=max(0.0, median(reading)) / context if reading else 0.0,
+        verify=curves((shape, probe.nodes, probe.verify) for shape, probe in shapes),
+        rest=curves((shape, probe.nodes, probe.rest) for shape, probe in shapes),
+        draft=curves((family(tree), probe.calls, probe.draft) for tree, probe in trees),
+        prompt=max(0.0, median(probe.reading for _, probe in trees)) / context,
         context=context,
         rows=rows,
         busy=plain.spread > BUSY,
@@ -180,27 +175,21 @@ def probe_trees(trees: Sequence[TreeSection]) -> dict[str, TreeSection]:
     families: dict[str, list[TreeSection]] = {}
     for tree in trees:
         families.setdefault(family(tree), []).append(tree)
-    found: dict[str, TreeSection] = {}
+    found: list[TreeSection] = []
     widest: list[TreeSection] = []
-    for name, members in families.items():
+    for members in families.values():
+        one = members[0]
         calls, nodes = (max(getattr(tree, key) for tree in members) for key in ("calls", "most"))
-        if members[0].policy == "static":
-            found[name] = members[0]
+        if one.policy == "static":
+            found.append(one)
             continue
-        for few in sorted({1, min(2, calls), calls}):
-            _add(found, _endless(members[0], few, min(nodes, _capacity(members[0], few))))
-        if members[0].policy in BEAMS:
-            widest.append(_endless(members[0], calls, nodes))
+        found += [_endless(one, few, min(nodes, _capacity(one, few))) for few in sorted({1, min(2, calls), calls})]
+        if one.policy in BEAMS:
+            widest.append(_endless(one, calls, nodes))
     if widest:
         tree = max(widest, key=lambda tree: tree.most)
-        for nodes in PROBED_NODES:
-            if nodes < tree.most:
-                _add(found, _endless(tree, tree.calls, nodes))
-    return found
-
-
-def _add(probes: dict[str, TreeSection], tree: TreeSection) -> None:
-    probes[f"{family(tree)}, {tree.nodes} nodes, {tree.draft_calls} calls"] = tree
+        found += [_endless(tree, tree.calls, nodes) for nodes in PROBED_NODES if nodes < tree.most]
+    return {f"{family(tree)}, {tree.nodes} nodes, {tree.draft_calls} calls": tree for tree in found}
 
 
 def _capacity(tree: TreeSection, calls: int) -> int:

@@ -9,11 +9,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import cycle, pairwise
+from itertools import chain, cycle, islice, pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from draftsmith.eval.decoding.decode import Clock, Mark, TargetVerifier, decode
 from draftsmith.eval.planner.cost_model import PLAIN_PROBE, Costs, Parts, costs_of, probe_trees
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.families import usable_positions
-from draftsmith.models.prompt import Insert, Prompt
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.recipes.command.progress import Bar
@@ -53,7 +51,7 @@ def measure_costs(
 
     Args:
         proposer_of: builds a proposer for a tree.
-        texts: prompts or token ids to continue, cut or joined to `context` tokens.
+        texts: token ids to continue, cut or joined to `context` tokens.
         rows: answers decoded side by side.
         known: probes that were measured before. Gets those that are measured now.
         deadline: as `time.monotonic`. The first pass is taken even after it.
@@ -64,8 +62,9 @@ def measure_costs(
     known = {} if known is None else known
     probes = probe_trees(trees)
     context = min(context, room_for(usable_positions(target.config), trees))
-    prompts = [joined([*texts[i:], *texts[:i]], context) for i in range(len(texts))]
-    taken: dict[str, list[TimedRound]] = {name: [] for name in (PLAIN_PROBE, *probes) if name not in known}
+    tokens = [chain.from_iterable(cycle([*texts[i:], *texts[:i]])) for i in range(len(texts))]
+    prompts = [list(islice(each, context)) for each in tokens]
+    taken: dict[str, list[list[TimedRound]]] = {name: [] for name in (PLAIN_PROBE, *probes) if name not in known}
     proposers = {name: proposer_of(probes[name]) if name else None for name in taken}
     with Bar(total=PASSES * len(taken), desc="costs", unit="probe", leave=False) as progress:
         for number in range(PASSES):
@@ -73,17 +72,15 @@ def measure_costs(
                 break
             texts_now = [prompts[(number * rows + row) % len(prompts)] for row in range(rows)]
             for name, proposer in proposers.items():
-                taken[name] += timed_rounds(target, proposer, texts_now, sampling)
+                taken[name].append(timed_rounds(target, proposer, texts_now, sampling))
                 progress.update()
-    known.update((name, _parts(rounds)) for name, rounds in taken.items())
+    known.update((name, _parts(passes)) for name, passes in taken.items())
     return costs_of(probes, known, context, rows)
 
 
-@dataclass(frozen=True)
-class TimedRound:
+class TimedRound(NamedTuple):
     """Seconds of the parts of one real round."""
 
-    number: int  # in its answer, from 0; the drafter reads the prompt in round 0
     nodes: int
     calls: int
     draft: float
@@ -91,10 +88,10 @@ class TimedRound:
     rest: float
 
 
-def _parts(rounds: Sequence[TimedRound]) -> Parts:
-    settled = [r for r in rounds if r.number >= SETTLING]
+def _parts(passes: Sequence[Sequence[TimedRound]]) -> Parts:
+    settled = [r for rounds in passes for r in rounds[SETTLING:]]
     draft, verify, rest = (median(getattr(r, key) for r in settled) for key in ("draft", "verify", "rest"))
-    reading = median(r.draft for r in rounds if r.number == 0) - draft
+    reading = median(rounds[0].draft for rounds in passes) - draft  # the drafter reads the prompt in the first round
     low, middle, high = np.percentile([r.draft + r.verify + r.rest for r in settled], (25, 50, 75)).tolist()
     size = max(r.nodes for r in settled), max(r.calls for r in settled)
     return Parts(*size, draft, verify, rest, reading, (high - low) / middle if middle else 0.0)
@@ -135,35 +132,14 @@ def timed_rounds(
     with suppress(_Enough), torch.inference_mode():  # as in an evaluation; with gradients rounds take a tenth longer
         decode(verifier, proposer, prompts, (), budgets, draws, watch)
     timed = []
-    for number, (nodes, calls, marks) in enumerate(seen):
+    for nodes, calls, marks in seen:
         before, draft, verify, after = (Clock.seconds(a, b) for a, b in pairwise(marks))
-        timed.append(TimedRound(number, nodes, calls, draft, verify, before + after))
+        timed.append(TimedRound(nodes, calls, draft, verify, before + after))
     return timed
 
 
 class _Enough(Exception):
     """Ends decoding after enough rounds."""
-
-
-def joined(texts: Sequence[Sequence[int]], length: int) -> Prompt:
-    """The first `length` tokens of the texts, one after another and then from the first one again.
-
-    A picture that would reach beyond the end is left out, and the text behind it follows.
-    """
-    tokens, inserts = list[int](), list[Insert]()
-    for text in map(Prompt.of, cycle(texts)):
-        start = 0
-        for insert in (*text.inserts, None):
-            end = len(text) if insert is None else insert.first
-            tokens += text[start:end]
-            if len(tokens) >= length:
-                return Prompt(tokens[:length], tuple(inserts))
-            if insert is not None:
-                start = end + insert.length
-                if len(tokens) + insert.length <= length:
-                    inserts.append(insert.at(len(tokens)))
-                    tokens += text[end:start]
-    raise ValueError("no texts")
 
 
 def room_for(positions: int, trees: Sequence[TreeSection]) -> int:

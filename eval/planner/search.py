@@ -29,7 +29,6 @@ from draftsmith.eval.replay.answers import (
     check_recorded_from,
     errors_naming,
     kept_for_validation,
-    other_sampling,
     read_answers,
     with_rounds,
     with_their_pictures,
@@ -37,7 +36,6 @@ from draftsmith.eval.replay.answers import (
 from draftsmith.eval.replay.replay import Agreement, plain_rounds, replay_all
 from draftsmith.models.checkpoint import read_drafter_config
 from draftsmith.models.loaded_models import LoadedModels
-from draftsmith.models.prompt import Prompt
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target_files import TargetFiles
@@ -112,9 +110,6 @@ class Plan:
         return self.rows[0] if self.rows[0].speedup > 1 else None
 
 
-# The candidates.
-
-
 def candidates_of(recipe: Recipe, asked: TreeSection | None = None) -> list[TreeSection]:
     """eval.planner.candidates, or the default ones.
 
@@ -124,7 +119,7 @@ def candidates_of(recipe: Recipe, asked: TreeSection | None = None) -> list[Tree
     Raises:
         UserError: an impossible candidate.
     """
-    trees = list(recipe.eval.planner.candidates) or [TreeSection.model_validate(tree) for tree in DEFAULT_CANDIDATES]
+    trees = recipe.eval.planner.candidates or [TreeSection.model_validate(tree) for tree in DEFAULT_CANDIDATES]
     problems = []
     for i, tree in enumerate(trees):
         where = f"eval.planner.candidates.{i}"
@@ -148,7 +143,8 @@ def recipe_keys(tree: TreeSection) -> dict[str, Any]:
 
 def as_yaml(tree: TreeSection) -> str:
     """These keys as a recipe writes them; a candidate's name."""
-    return yaml.safe_dump(recipe_keys(tree), default_flow_style=True, sort_keys=False, width=10_000).strip("{}\n")
+    flow = yaml.safe_dump(recipe_keys(tree), default_flow_style=True, sort_keys=False, width=10_000)
+    return flow.strip()[1:-1]
 
 
 def prepared(
@@ -176,18 +172,12 @@ def _with_tree(recipe: Recipe, base: Contender, tree: TreeSection, place: str = 
     return replace(base, name="", tree=tree, place=place, token_counts=counts, router=None)
 
 
-# The recorded answers.
-
-
 def planner_answers(
     recipe: Recipe, files: TargetFiles, trees: Sequence[TreeSection]
 ) -> tuple[Recording, list[RecordedAnswer]]:
     """A file of recorded answers, and at most eval.planner.max_answers of them, checked before weights are loaded.
 
     They are spread evenly over eval.planner.answers, or over the conversations that training keeps for validation.
-
-    Args:
-        trees: their costs will be measured.
 
     Raises:
         UserError: no answers, or another target's; trees too deep for the target's positions.
@@ -204,23 +194,10 @@ def planner_answers(
         return recording, with_their_pictures(answers, files.tokenizer)
 
 
-def sampling_note(recipe: Recipe, answers: Sequence[RecordedAnswer]) -> str | None:
-    """A note if the answers were sampled with other settings than the evaluation's, because tau then differs."""
-    if (settings := other_sampling(answers, Sampling.of(recipe.eval))) is None:
-        return None
-    return (
-        f"eval.planner.answers were drawn with other settings ({settings}) than eval.temperature, top_p and top_k; tau "
-        "is predicted for answers like those"
-    )
-
-
 def mean_context(answers: Sequence[RecordedAnswer]) -> int:
     """Mean number of committed tokens before a round."""
     summed = sum(len(a.tokens) * (len(a.prompt) + len(a.tokens) / 2) for a in answers)
     return max(1, round(summed / answer_tokens(answers)))
-
-
-# The prediction, and the decoding that checks it.
 
 
 def make_plan(
@@ -244,8 +221,6 @@ def make_plan(
     section, sampling, agreement = recipe.eval, Sampling.of(recipe.eval), Agreement.of(models.target)
     began = time.monotonic()
     deadline = began + section.planner.seconds
-    with errors_naming("eval.planner.answers"):
-        check_recorded_from(recording, models.identity)
     rounds: dict[str, list[Generation]] = {contender.name: [] for contender in contenders}
     seen: list[RecordedAnswer] = []
     kept, costs, rows = list(contenders), None, list[Row]()
@@ -255,6 +230,7 @@ def make_plan(
         proposers = {contender.name: loaded_proposer(models, contender, sampling) for contender in kept}
         total = answer_tokens(some) * len(kept)
         with errors_naming("eval.planner.answers"), Bar(total=total, desc="replay", unit="token", leave=False) as bar:
+            check_recorded_from(recording, models.identity)
             batch = section.replay_batch_size
             for name, found in replay_all(models.target, proposers, some, batch, agreement, bar.update).items():
                 rounds[name] += found
@@ -265,10 +241,8 @@ def make_plan(
             deadline = max(deadline, time.monotonic() + section.planner.seconds / 3)
             costs = _costs(models, recipe, contenders, rounds, answers, (time.monotonic() + deadline) / 2)
         rows = ranked(costs, contenders, rounds, seen, section.seed)
-        best = rows[0].speedup
-        kept = [
-            row.contender for i, row in enumerate(rows[: len(kept)]) if i < SHOWN_ROWS or row.speedup > CLOSE * best
-        ]
+        enough = CLOSE * rows[0].speedup
+        kept = [row.contender for i, row in enumerate(rows[: len(kept)]) if i < SHOWN_ROWS or row.speedup > enough]
         if time.monotonic() + seconds_each * len(kept) > deadline:
             break
     assert costs is not None
@@ -285,21 +259,17 @@ def _costs(
     answers: Sequence[RecordedAnswer],
     deadline: float,
 ) -> Costs:
-    """The costs of the contenders' rounds, from the file or measured and kept there.
-
-    Args:
-        rounds: of each contender. C2T's trees are as large as its classifier allows.
-    """
-    sampling, path = Sampling.of(recipe.eval), recipe.planner_costs_path
+    """The costs of the contenders' rounds, from the file or measured and kept there. `rounds` are each contender's."""
+    sampling, path, first = Sampling.of(recipe.eval), recipe.planner_costs_path, contenders[0]
     context = mean_context(answers)
-    key = _depend_on(models, recipe, contenders[0], context)
+    key = _depend_on(models, recipe, first, context)
     known = read_known(path, key)
     before = len(known)
     costs = measure_costs(
         models.target,
-        lambda tree: loaded_proposer(models, _with_tree(recipe, contenders[0], tree), sampling),
+        lambda tree: loaded_proposer(models, _with_tree(recipe, first, tree), sampling),
         [_as_grown(contender.tree, rounds[contender.name]) for contender in contenders],
-        [Prompt.of(answer.prompt).then(answer.tokens) for answer in answers],
+        [[*answer.prompt, *answer.tokens] for answer in answers],
         context,
         sampling,
         recipe.eval.batch_size,
@@ -345,11 +315,7 @@ def ranked(
     answers: Sequence[RecordedAnswer],
     seed: int,
 ) -> list[Row]:
-    """Predictions, the fastest first; ties keep the given order. Contenders with fewer rounds come last.
-
-    Args:
-        rounds: of every contender, along all of `answers` or the first ones.
-    """
+    """Predictions, the fastest first. Contenders with rounds along fewer of the `answers`, the first ones, come last."""
     plain = predicted(costs, None, [plain_rounds(answer) for answer in answers])
     rows = []
     for contender in contenders:

@@ -194,7 +194,7 @@ def test_what_was_measured_here_is_not_measured_again(tmp_path: Path, monkeypatc
     def rounds(at: Target, proposer: Any, prompts: Any, sampling: Any) -> list[TimedRound]:
         timed.append("plain" if proposer is None else "probe")
         nodes = 1 if proposer is None else 2
-        return [TimedRound(i, nodes, nodes - 1, 0.1 / next(pace), 1.0, 0.1) for i in range(ROUNDS)]
+        return [TimedRound(nodes, nodes - 1, 0.1 / next(pace), 1.0, 0.1) for _ in range(ROUNDS)]
 
     def measured(known: dict[str, Parts], *nodes: int, **settings: Any) -> Costs:
         timed.clear()

@@ -88,7 +88,7 @@ def test_a_line_of_a_recipe_means_the_tree() -> None:
     ]
     for tree in (tree_of(**each) for each in said):
         cut = tree.model_copy(update={"vocab_size": 40})
-        assert tree_of(**recipe_keys(tree)) == tree and tree_of(**recipe_keys(cut)) == cut
+        assert tree_of(**yaml.safe_load(f"{{{as_yaml(tree)}}}")) == tree and tree_of(**recipe_keys(cut)) == cut
         assert tree_of(**recipe_keys(tree_of(**tree.model_dump()))) == tree  # a resolved recipe names every key
 
 
