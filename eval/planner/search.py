@@ -315,7 +315,7 @@ def ranked(
     answers: Sequence[RecordedAnswer],
     seed: int,
 ) -> list[Row]:
-    """Predictions, the fastest first. Contenders with rounds along fewer of the `answers`, the first ones, come last."""
+    """Predictions, the fastest first. Contenders with rounds along only the first of the `answers` come last."""
     plain = predicted(costs, None, [plain_rounds(answer) for answer in answers])
     rows = []
     for contender in contenders:
