@@ -103,7 +103,7 @@ def as_replayed(recipe: Recipe, recording: Recording) -> Recipe:
 def replay_contenders(
     models: LoadedModels, contenders: Sequence[Contender], recording: Recording, batch_size: int, agreement: Agreement
 ) -> dict[str, list[Generation]]:
-    """The rounds of every contender, plain decoding's first, as `Bench.run` returns them but without times.
+    """The rounds of every contender, plain decoding's first, as `decode_all` returns them but without times.
 
     Raises:
         UserError: the answers are another target's.
