@@ -1,8 +1,7 @@
 """The planner's search: predicts which draft trees are fastest on this machine.
 
 Every candidate is replayed along recorded answers (`eval.replay.replay`), which gives its rounds: tokens, nodes and
-draft calls. `eval.planner.measuring` measures the cost of such rounds. Both give the predicted speed-up over plain
-decoding.
+draft calls. `eval.planner.costs` measures the cost of such rounds. Both give the speed-up over plain decoding.
 """
 
 import json
@@ -18,8 +17,7 @@ from draftsmith.eval.decoding.contenders import Contender, check_contenders, loa
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measurement.benchmarks import PLAIN, Question, decode_all
 from draftsmith.eval.measurement.metrics import summarise, summarise_all
-from draftsmith.eval.planner.cost_model import Costs, predicted
-from draftsmith.eval.planner.measuring import keep_known, measure_costs, read_known, room_for
+from draftsmith.eval.planner.costs import Costs, keep_known, measure_costs, predicted, read_known, room_for
 from draftsmith.eval.replay.answers import (
     RecordedAnswer,
     Recording,

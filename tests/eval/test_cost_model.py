@@ -13,27 +13,26 @@ import torch
 
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measurement.metrics import summarise
-from draftsmith.eval.planner import measuring
-from draftsmith.eval.planner.cost_model import (
+from draftsmith.eval.planner import costs as measuring
+from draftsmith.eval.planner.costs import (
     BEAMS,
     PLAIN_PROBE,
     PROBED_NODES,
+    ROUNDS,
+    SETTLING,
     Costs,
     Curve,
     Parts,
+    TimedRound,
     costs_of,
     family,
-    predicted,
-    probe_trees,
-    shape_of,
-)
-from draftsmith.eval.planner.measuring import (
-    ROUNDS,
-    SETTLING,
-    TimedRound,
     keep_known,
     measure_costs,
+    predicted,
+    probe_trees,
     read_known,
+    seconds_at,
+    shape_of,
 )
 from draftsmith.eval.replay.answers import RecordedAnswer
 from draftsmith.eval.replay.replay import plain_rounds
@@ -56,10 +55,10 @@ def test_costs_are_medians_and_straight_lines_between_them() -> None:
     parts |= {"8": Parts(8, 2, 4.0, 8.0, 1.0, 5.0), "16": Parts(16, 2, 6.0, 12.0, 1.0, 9.0)}
     costs = costs_of(trees, parts, 10, 1)
     assert (costs.plain, costs.prompt) == (1.6, 0.5)
-    assert costs.verify["chain"]([1, 2, 3, 4]).tolist() == [1.0, 2.0, 4.0, 6.0]
-    assert costs.verify["tree"]([1, 8, 10, 16]).tolist() == [1.0, 8.0, 9.0, 12.0]
-    assert costs.draft["chain"]([1, 2, 3]).tolist() == [1.0, 2.0, 3.0]
-    assert costs.draft["eagle2, top_k 4"]([2]).tolist() == [5.0]  # of two probes with as many calls
+    assert [seconds_at(costs.verify["chain"], [x]) for x in (1, 2, 3, 4)] == [1.0, 2.0, 4.0, 6.0]
+    assert seconds_at(costs.verify["tree"], [1, 8, 10, 16]) == 1.0 + 8.0 + 9.0 + 12.0
+    assert costs.draft["chain"] == ((1.0, 1.0), (3.0, 3.0))
+    assert costs.draft["eagle2, top_k 4"] == ((2.0, 5.0),)  # of two probes with as many calls
     assert not costs.busy and costs_of(trees, parts | {PLAIN_PROBE: Parts(1, 0, 0, 1, 0, 0, 0.3)}, 10, 1).busy
 
 
@@ -67,12 +66,12 @@ def made_up_costs(tree: TreeSection, seed: int = 0) -> Costs:
     draw = random.Random(seed)
 
     def curve(xs: Sequence[int]) -> Curve:
-        return Curve(tuple((float(x), draw.uniform(0.5, 3)) for x in xs))
+        return tuple((float(x), draw.uniform(0.5, 3)) for x in xs)
 
     shape = shape_of(tree)
     return Costs(
         plain=draw.uniform(1, 2),
-        verify={"chain": Curve(((1.0, 1.0),)), shape: curve([1, 3, 8, 20])},
+        verify={"chain": ((1.0, 1.0),), shape: curve([1, 3, 8, 20])},
         rest={shape: curve([1, 6, 20])},
         draft={family(tree): curve([1, 2, 5])},
         prompt=0.0,
@@ -97,9 +96,9 @@ def test_the_speed_up_is_the_formula_s(seed: int) -> None:
     plain = predicted(costs, None, [plain_rounds(RecordedAnswer(g.prompt_token_ids, g.token_ids)) for g in generations])
     wanted = reference.planned_speedup(
         costs.plain,
-        list(costs.draft[family(tree)].points),
-        list(costs.verify[shape_of(tree)].points),
-        list(costs.rest[shape_of(tree)].points),
+        list(costs.draft[family(tree)]),
+        list(costs.verify[shape_of(tree)]),
+        list(costs.rest[shape_of(tree)]),
         [(len(g.token_ids), g.tree_nodes, g.draft_calls) for g in generations],
     )
     assert summarise(expected, plain, 0, sampled=True)["speedup"] == pytest.approx(wanted, abs=1e-4)
@@ -180,9 +179,9 @@ def test_each_second_is_charged_where_it_passes(rows: int, sampling: Sampling, m
     tree = tree_of(policy="chain", nodes=2)
     costs = measure_costs(target, lambda tree: Clocked(clock), [tree], [[11, 12, 13, 14]], 3, sampling, rows)
     assert (costs.plain, costs.busy) == (11, False)
-    assert costs.verify["chain"].points == ((1.0, 10.0), (2.0, 20.0))
-    assert costs.rest["chain"].points == ((1.0, 1.0), (2.0, 1.0))
-    assert costs.draft == {"chain": Curve(((1.0, 5.0),))}
+    assert costs.verify["chain"] == ((1.0, 10.0), (2.0, 20.0))
+    assert costs.rest["chain"] == ((1.0, 1.0), (2.0, 1.0))
+    assert costs.draft == {"chain": ((1.0, 5.0),)}
     assert costs.prompt == pytest.approx(5 / 3)  # of three tokens
     assert (costs.context, costs.rows) == (3, rows)
 

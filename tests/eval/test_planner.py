@@ -13,11 +13,10 @@ from draftsmith.eval import plan as plan_script
 from draftsmith.eval.decoding.contenders import Contender, loaded_proposer, main_contender
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.planner import command as planner_command
-from draftsmith.eval.planner import cost_model, measuring
+from draftsmith.eval.planner import costs as measuring
 from draftsmith.eval.planner import search as planner
 from draftsmith.eval.planner.command import print_choice, recipe_keys
-from draftsmith.eval.planner.cost_model import Costs, Curve, family
-from draftsmith.eval.planner.measuring import SETTLING
+from draftsmith.eval.planner.costs import SETTLING, Costs, family
 from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, as_yaml, candidates_of, ranked
 from draftsmith.eval.replay.answers import RecordedAnswer, Recording
 from draftsmith.eval.replay.replay import replay_all
@@ -35,9 +34,9 @@ from tests.training_runs import run_main
 
 def linear_costs(trees: Sequence[TreeSection], node: float, call: float) -> Costs:
     """A forward over n nodes takes 1 + node * (n - 1) seconds, a draft call `call`."""
-    nodes, free = Curve(((1.0, 1.0), (101.0, 1 + node * 100))), Curve(((1.0, 0.0), (101.0, 0.0)))
+    nodes, free = ((1.0, 1.0), (101.0, 1 + node * 100)), ((1.0, 0.0), (101.0, 0.0))
     verify, rest = ({"chain": each, "tree": each} for each in (nodes, free))
-    calls = Curve(((1.0, call), (101.0, call * 101)))
+    calls = (1.0, call), (101.0, call * 101)
     return Costs(1.0, verify, rest, {family(tree): calls for tree in trees}, prompt=0.0, context=10)
 
 
@@ -144,7 +143,7 @@ def planned(recipe_path: Path, lineup: LoadedModels, *settings: str) -> Plan:
 def quick(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     """Few timed rounds on a machine that is never busy, and nothing known yet."""
     monkeypatch.setattr(measuring, "ROUNDS", SETTLING + 1)
-    monkeypatch.setattr(cost_model, "BUSY", float("inf"))
+    monkeypatch.setattr(measuring, "BUSY", float("inf"))
     (place / "run/planner_costs.json").unlink(missing_ok=True)
 
 

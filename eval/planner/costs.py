@@ -1,4 +1,4 @@
-"""The planner's formula: the cost of a decoding round on this machine, and the predicted speed-up.
+"""The costs of decoding rounds on this machine, and the speed-up that they predict.
 
     T_sd / T_t = (T_draft + T_v(n) + T_rest) / (T_t * tau)          seconds per token over those of plain decoding
 
@@ -8,27 +8,48 @@ decoding. Deviations: the paper counts forwards alone and takes T_t = T_v(1); he
 sides, because it is a tenth of the time on small models. Rounds differ in n and d (policies that stop early), so costs
 are summed over the rounds of recorded answers. The drafter's reading of an answer's prompt is added.
 
-`eval.planner.measuring` times probes: rounds of some trees that never stop early. Costs between the probes' numbers of
-nodes and calls lie on straight lines.
+Costs are measured by probes: real rounds, at one context length, of some trees that never stop early. Between the
+probes' numbers of nodes and calls they lie on straight lines. Probes take turns, PASSES times, and are kept in a file
+for later plans with the same machine and models.
 
 Answers side by side share a round, which costs as much as its largest tree and most calls. Each answer is replayed
 alone, so policies that stop early are predicted a little too fast.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, cycle, islice, pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.decoding.accept import acceptance_of
+from draftsmith.eval.decoding.decode import Clock, Generation, Mark, TargetVerifier, decode
+from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.families import usable_positions
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
+from draftsmith.models.target import Target
+from draftsmith.recipes.command.progress import Bar
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_write
+from draftsmith.recipes.files.json_text import json_object
 from draftsmith.recipes.sections.eval import CHAINS, TreeSection
 
 PROBED_NODES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # nodes to probe, up to the largest tree's
 BUSY = 0.2  # interquartile range over median of plain rounds; 0.35 and 0.46 with 18 processes on two cores
 PLAIN_PROBE = ""  # plain decoding's name among the probes
 BEAMS = ("eagle2", "ddd", "svip_tree")
+PASSES = 6  # with 3, one slow moment of the machine changed the choice between trees 4 % apart
+ROUNDS = 9  # of a probe in each pass
+KEPT = 8  # machines and models whose costs are kept in a file
+SETTLING = 3  # first rounds to leave out: plain rounds took a sixth longer until caches held this model again
 
 
 class Parts(NamedTuple):
@@ -43,15 +64,12 @@ class Parts(NamedTuple):
     spread: float = 0.0  # interquartile range over median of whole rounds
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Points (x, seconds) in order, and straight lines between them."""
+Curve = tuple[tuple[float, float], ...]  # points (x, seconds) in order
 
-    points: tuple[tuple[float, float], ...]
 
-    def __call__(self, x: Sequence[int]) -> np.ndarray:
-        xs, seconds = zip(*self.points, strict=True)
-        return np.interp(x, xs, seconds)
+def seconds_at(curve: Curve, x: Sequence[int]) -> float:
+    """Sum of the seconds at all `x`, on straight lines between the points."""
+    return float(np.interp(x, *zip(*curve, strict=True)).sum())
 
 
 @dataclass(frozen=True)
@@ -71,7 +89,7 @@ class Costs:
         """For plan.json: curves as lists of [x, milliseconds], everything in milliseconds."""
 
         def curves(named: dict[str, Curve]) -> dict[str, list[list[float]]]:
-            return {name: [[x, round(1e3 * s, 4)] for x, s in curve.points] for name, curve in named.items()}
+            return {name: [[x, round(1e3 * s, 4)] for x, s in curve] for name, curve in named.items()}
 
         return {
             "unit": "milliseconds",
@@ -108,33 +126,22 @@ def family(tree: TreeSection) -> str:
     return ", ".join(parts)
 
 
-# The formula.
-
-
 def predicted(costs: Costs, tree: TreeSection | None, recorded: Sequence[Generation]) -> list[Generation]:
-    """`recorded` with predicted seconds.
-
-    Args:
-        tree: the drafted tree; None: plain decoding.
-        recorded: rounds from `eval.replay.replay` or from decoding.
-    """
+    """The recorded rounds with predicted seconds. `tree` is the drafted one; None: plain decoding."""
     result = []
     for generation in recorded:
         draft = verify = total = 0.0
         if tree is None:
-            verify = generation.rounds * float(costs.verify["chain"]([1]).item())
+            verify = generation.rounds * seconds_at(costs.verify["chain"], [1])
             total = generation.rounds * costs.plain
         elif generation.rounds:
             nodes, shape = generation.tree_nodes, shape_of(tree)
-            draft = float(costs.draft[family(tree)](generation.draft_calls).sum())
+            draft = seconds_at(costs.draft[family(tree)], generation.draft_calls)
             draft += costs.prompt * len(generation.prompt_token_ids)
-            verify = float(costs.verify[shape](nodes).sum())
-            total = draft + verify + float(costs.rest[shape](nodes).sum())
+            verify = seconds_at(costs.verify[shape], nodes)
+            total = draft + verify + seconds_at(costs.rest[shape], nodes)
         result.append(replace(generation, draft_seconds=draft, verify_seconds=verify, decode_seconds=total))
     return result
-
-
-# Probes.
 
 
 def costs_of(probes: Mapping[str, TreeSection], parts: Mapping[str, Parts], context: int, rows: int) -> Costs:
@@ -146,7 +153,7 @@ def costs_of(probes: Mapping[str, TreeSection], parts: Mapping[str, Parts], cont
         for name, x, seconds in points:
             found.setdefault(name, {}).setdefault(x, []).append(seconds)
         return {
-            name: Curve(tuple((float(x), median(seconds)) for x, seconds in sorted(by_x.items())))
+            name: tuple((float(x), median(seconds)) for x, seconds in sorted(by_x.items()))
             for name, by_x in found.items()
         }
 
@@ -215,3 +222,121 @@ def _endless(tree: TreeSection, calls: int, nodes: int) -> TreeSection:
     if tree.policy == "c2t":
         update["c2t"] = tree.c2t.model_copy(update={"beta": 0.0})
     return tree.model_copy(update=update)
+
+
+def measure_costs(
+    target: Target,
+    proposer_of: Callable[[TreeSection], Proposer],
+    trees: Sequence[TreeSection],
+    texts: Sequence[Sequence[int]],
+    context: int,
+    sampling: Sampling = GREEDY,
+    rows: int = 1,
+    known: dict[str, Parts] | None = None,
+    deadline: float = math.inf,
+) -> Costs:
+    """The costs of all rounds that these trees may need.
+
+    Args:
+        proposer_of: builds a proposer for a tree.
+        texts: token ids to continue, cut or joined to `context` tokens.
+        rows: answers decoded side by side.
+        known: probes that were measured before. Gets those that are measured now.
+        deadline: as `time.monotonic`. The first pass is taken even after it.
+
+    Raises:
+        UserError: no room for such trees after any context.
+    """
+    known = {} if known is None else known
+    probes = probe_trees(trees)
+    context = min(context, room_for(usable_positions(target.config), trees))
+    tokens = [chain.from_iterable(cycle([*texts[i:], *texts[:i]])) for i in range(len(texts))]
+    prompts = [list(islice(each, context)) for each in tokens]
+    taken: dict[str, list[list[TimedRound]]] = {name: [] for name in (PLAIN_PROBE, *probes) if name not in known}
+    proposers = {name: proposer_of(probes[name]) if name else None for name in taken}
+    with Bar(total=PASSES * len(taken), desc="costs", unit="probe", leave=False) as progress:
+        for number in range(PASSES):
+            if number and time.monotonic() > deadline:
+                break
+            texts_now = [prompts[(number * rows + row) % len(prompts)] for row in range(rows)]
+            for name, proposer in proposers.items():
+                taken[name].append(timed_rounds(target, proposer, texts_now, sampling))
+                progress.update()
+    known.update((name, _parts(passes)) for name, passes in taken.items())
+    return costs_of(probes, known, context, rows)
+
+
+class TimedRound(NamedTuple):
+    """Seconds of the parts of one real round."""
+
+    nodes: int
+    calls: int
+    draft: float
+    verify: float
+    rest: float
+
+
+def _parts(passes: Sequence[Sequence[TimedRound]]) -> Parts:
+    settled = [r for rounds in passes for r in rounds[SETTLING:]]
+    draft, verify, rest = (median(getattr(r, key) for r in settled) for key in ("draft", "verify", "rest"))
+    reading = median(rounds[0].draft for rounds in passes) - draft  # the drafter reads the prompt in the first round
+    low, middle, high = np.percentile([r.draft + r.verify + r.rest for r in settled], (25, 50, 75)).tolist()
+    size = max(r.nodes for r in settled), max(r.calls for r in settled)
+    return Parts(*size, draft, verify, rest, reading, (high - low) / middle if middle else 0.0)
+
+
+def read_known(path: Path, key: str) -> dict[str, Parts]:
+    """The probes that were measured before under `key`. A damaged file counts as none: all are measured again."""
+    return {name: Parts(*parts) for name, parts in _kept(path).get(key, {}).items()}
+
+
+def keep_known(path: Path, key: str, known: dict[str, Parts]) -> None:
+    """Writes them for later plans, beside the last ones under other keys."""
+    others = [(other, parts) for other, parts in _kept(path).items() if other != key]
+    atomic_write(path, json.dumps({**dict(others[1 - KEPT :]), key: known}) + "\n")
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    try:
+        return json_object(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def timed_rounds(
+    target: Target, proposer: Proposer | None, prompts: Sequence[Sequence[int]], sampling: Sampling = GREEDY
+) -> list[TimedRound]:
+    """The first ROUNDS rounds after these prompts, side by side."""
+    draws = None if sampling.greedy else [SeededDraws(0, row) for row in range(len(prompts))]
+    verifier = TargetVerifier(target, proposer, acceptance_of(sampling))
+    budgets = [verifier.positions - len(prompt) for prompt in prompts]
+    seen: list[tuple[int, int, Sequence[Mark]]] = []
+
+    def watch(nodes: int, calls: int, marks: Sequence[Mark]) -> None:
+        seen.append((nodes, calls, marks))
+        if len(seen) == ROUNDS:
+            raise _Enough
+
+    with suppress(_Enough), torch.inference_mode():  # as in an evaluation; with gradients rounds take a tenth longer
+        decode(verifier, proposer, prompts, (), budgets, draws, watch)
+    timed = []
+    for nodes, calls, marks in seen:
+        before, draft, verify, after = (Clock.seconds(a, b) for a, b in pairwise(marks))
+        timed.append(TimedRound(nodes, calls, draft, verify, before + after))
+    return timed
+
+
+class _Enough(Exception):
+    """Ends decoding after enough rounds."""
+
+
+def room_for(positions: int, trees: Sequence[TreeSection]) -> int:
+    """The longest context at which the costs of such trees can be measured. Raises UserError if there is none."""
+    deepest = max((tree.calls for tree in trees), default=0)
+    room = positions - 1 - ROUNDS * (deepest + 1)
+    if room < 1:
+        raise UserError(
+            f"eval.planner: {ROUNDS} rounds with drafts of up to {deepest} tokens, which the measurement of costs "
+            f"decodes, leave no context in the target's {positions:,} positions; give candidates with fewer draft_calls"
+        )
+    return room
