@@ -395,30 +395,6 @@ def replayed(
     return accepted, cut_off
 
 
-def surprise(
-    logits: list[list[float]], said: list[int], temperature: float, top_p: float = 1.0, top_k: int = 0
-) -> tuple[int, float, float]:
-    """(tokens with p = 0; over the others the sum of -log p(token) - H(p), and the variance that it has if they were
-    drawn from p). Of the likeliest tokens top_k stay, of those as many as reach top_p together."""
-    cut_off, excess, variance = 0, 0.0, 0.0
-    for row, token in zip(logits, said, strict=True):
-        kept = sorted(range(len(row)), key=lambda i: -row[i])[: top_k or len(row)]
-        weights = {i: math.exp(row[i] / temperature) for i in kept}
-        total, mass, p = sum(weights.values()), 0.0, {}
-        for i in kept:
-            if mass < top_p and weights[i] > 0:
-                p[i] = weights[i] / total
-            mass += weights[i] / total
-        p = {i: q / sum(p.values()) for i, q in p.items()}
-        if token not in p:
-            cut_off += 1
-            continue
-        entropy = sum(-q * math.log(q) for q in p.values())
-        excess += -math.log(p[token]) - entropy
-        variance += sum(q * (-math.log(q) - entropy) ** 2 for q in p.values())
-    return cut_off, excess, variance
-
-
 # Rankings.
 
 
