@@ -35,8 +35,6 @@ from tests.compare_cases import place as place
 from tests.report_cases import Page
 from tests.thinning import a_few
 
-# One lineup.
-
 
 def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = {"policy": "chain", "nodes": 4}
@@ -65,9 +63,6 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
     assert [vocabularies[name].size for name in (main, "cut", "lm", "lm cut")] == [60, 16, 320, 50]
     # The 16 most frequent of the drafter's tokens 3 to 62, where lower ids were counted more often.
     assert vocabularies["cut"].target_ids.tolist() == list(range(3, 19))
-
-
-# Batches.
 
 
 @pytest.mark.parametrize("temperature", a_few([0.0, 1.0], 1.0))
@@ -122,9 +117,6 @@ def test_a_turn_that_cannot_be_asked_ends_its_own_conversation_alone(
     assert ("q1", 1) not in done and ("q0", 1) in done and ("q2", 1) in done and ("q3", 1) in done
     assert ("q4", 1) in done and ("q1", 2) not in done  # the next batch, and no second turn without a first
     assert rejects.total == 1 + (("q3", 2) not in done)
-
-
-# One more entry in the table of proposers.
 
 
 def test_the_schema_names_the_proposers_of_the_table() -> None:
