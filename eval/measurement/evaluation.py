@@ -1,19 +1,17 @@
 """Decodes or replays a recipe's contenders and writes their numbers, behind eval/acceptance.py."""
 
 import os
-import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from draftsmith.eval.decoding.contenders import Contender, check_contenders, describe
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.neighbours import warning
-from draftsmith.eval.decoding.proposers import rule_name, tree_name
+from draftsmith.eval.decoding.proposers import tree_name
 from draftsmith.eval.measurement.benchmarks import PLAIN, answer_line, decode_all, plain_of, recipe_questions
 from draftsmith.eval.measurement.compared import load_all
 from draftsmith.eval.measurement.metrics import summarise_all
@@ -90,12 +88,11 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
         asked_for, contenders = contenders, with_chosen_trees(models, recipe, contenders)
         pairs = zip(asked_for, contenders, strict=True)
         chosen = {before.name: recipe_keys(after.tree) for before, after in pairs if before.tree.policy == "auto"}
-        with keeping_answers(partial_log(recipe)) as file:
+        with partial_log(recipe).open("w", encoding="utf-8") as file:
             results = decode_all(models, recipe, contenders, asked, file, rejects)
-            file.close()
-            notes = [*relaxed_notes(files, contenders), *precision_notes(models, contenders)]
-            notes += [rejects.summary()] if rejects.total else []
-            publish_results(recipe, models, contenders, results, {"chosen_trees": chosen}, notes)
+        notes = [*relaxed_notes(files, contenders), *precision_notes(models, contenders)]
+        notes += [rejects.summary()] if rejects.total else []
+        publish_results(recipe, models, contenders, results, {"chosen_trees": chosen}, notes)
 
 
 def evaluate_by_replay(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
@@ -114,14 +111,14 @@ def evaluate_by_replay(recipe: Recipe, contenders: list[Contender], plan: bool) 
     agreement = Agreement.of(models.target)
     results = replay_contenders(models, contenders, recording, recipe.eval.replay_batch_size, agreement)
     print(f"answers of {recording.path}: {agreement}")
-    with alone_in(recipe.eval_out), keeping_answers(partial_log(recipe)) as file:
-        for name, generations in results.items():
-            for generation in generations:
-                # Recorded answers may lack the question, so the report shows the prompt.
-                shown = name == contenders[0].name
-                question = decode_answer(files.tokenizer, generation.prompt_token_ids) if shown else None
-                file.write(answer_line(files.tokenizer, generation, name, question))
-        file.close()
+    with alone_in(recipe.eval_out):
+        with partial_log(recipe).open("w", encoding="utf-8") as file:
+            for name, generations in results.items():
+                for generation in generations:
+                    # Recorded answers may lack the question, so the report shows the prompt.
+                    shown = name == contenders[0].name
+                    question = decode_answer(files.tokenizer, generation.prompt_token_ids) if shown else None
+                    file.write(answer_line(files.tokenizer, generation, name, question))
         about = {"file": str(recording.path), "agreement": str(agreement), "note": recording.note or None}
         publish_results(recipe, models, contenders, results, {"recorded_answers": about})
 
@@ -186,20 +183,6 @@ def _replace_answers(recipe: Recipe) -> None:
     os.replace(partial, generations_path(recipe).resolve())
 
 
-@contextmanager
-def keeping_answers(partial: Path) -> Iterator[IO[str]]:
-    """The file `partial`, open for writing. If the run ends early, prints where it is, or removes it if empty."""
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            yield file
-    except BaseException:
-        if partial.exists() and partial.stat().st_size:
-            print(f"answers decoded so far: {partial} (the next run starts over and replaces them)", file=sys.stderr)
-        else:
-            partial.unlink(missing_ok=True)
-        raise
-
-
 def check_automatic(recipe: Recipe, files: TargetFiles, contenders: Sequence[Contender], plan: bool = False) -> None:
     """Checks the candidates and answers for policy `auto` before weights are loaded."""
     for contender in contenders:
@@ -242,15 +225,15 @@ def with_trees_chosen_before(recipe: Recipe, contenders: Sequence[Contender]) ->
     except UserError:
         chosen = {}
     for contender in contenders:
-        if contender.tree.policy != "auto":
-            result.append(contender)
-        elif contender.name in chosen:
-            result.append(_with_tree(recipe, contender, TreeSection.model_validate(chosen[contender.name])))
-        else:
+        name, tree = contender.name, contender.tree
+        if tree.policy == "auto" and name not in chosen:
             problems.append(
                 f"{contender.place}: policy auto needs speeds, and replay measures none; {path} has no tree that a "
-                f"decoding chose for {contender.name!r}: decode first, or name a policy"
+                f"decoding chose for {name!r}: decode first, or name a policy"
             )
+        else:
+            auto = tree.policy == "auto"
+            result.append(_with_tree(recipe, contender, TreeSection(**chosen[name])) if auto else contender)
     if not result:
         raise UserError(problems)
     for problem in problems:
@@ -281,7 +264,7 @@ def print_evaluation_plan(plan: PlanLines, recipe: Recipe, files: TargetFiles, c
     plain = list(dict.fromkeys([PLAIN, *map(plain_of, contenders)]))
     plan.line("decoded by", "; ".join(plain))
     for contender in contenders:
-        plan.line("", f"{contender.name}: {limits_text(contender)}")
+        plan.line("", f"{contender.name}: {tree_name(contender.tree)}")
     names, most = [*plain, *(contender.name for contender in contenders)], recipe.eval.max_new_tokens
     answers = turns.total() * len(names)
     text = f"{answers:,}, {recipe.eval.batch_size} side by side; at most {answers * most:,} tokens"
@@ -302,18 +285,6 @@ def print_evaluation_plan(plan: PlanLines, recipe: Recipe, files: TargetFiles, c
         check_automatic(recipe, files, contenders, plan=True)
     except UserError as error:
         print(f"CANNOT WORK yet: policy auto: {'; '.join(error.problems)}")
-
-
-def limits_text(contender: Contender) -> str:
-    """A contender's policy and the most that its trees may hold, for the plan."""
-    tree = describe(contender)["tree"]
-    if tree["policy"] == "auto":
-        return "the fastest tree on this machine, measured first"
-    nodes = f"at most {tree['nodes']:,} nodes"
-    calls = "" if not contender.has_distributions else f", at most {tree['draft_calls']} draft calls"
-    cut_to = f", from {tree['vocab_size']:,} tokens" if tree["vocab_size"] is not None else ""
-    rule = "" if contender.relaxed is None else f"; {rule_name(contender.relaxed)}, not lossless"
-    return f"{tree['policy']}, {nodes}{calls}{cut_to}{rule}"
 
 
 def likely_time(recipe: Recipe, names: list[str], tokens: int) -> tuple[str, str]:
