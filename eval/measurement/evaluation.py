@@ -51,9 +51,7 @@ from draftsmith.recipes.sections.eval import TreeSection
 
 
 def main(command: Command) -> None:
-    recipe, contenders, notes = load_all(command.recipe_path, command.overrides, command.compare, command.plan)
-    for note in notes:
-        print(f"note: {note}")
+    recipe, contenders = load_all(command.recipe_path, command.overrides, command.compare, command.plan)
     if recipe.eval.mode == "replay":
         evaluate_by_replay(recipe, contenders, command.plan)
     else:

@@ -132,9 +132,6 @@ class RecordedVerifier:
             self.features = self.features[index][:, : max(self.counts, default=0)]
 
 
-# The target's one pass over the recorded answers.
-
-
 @dataclass
 class Agreement:
     """Checks whether the answers are this target's own, on the first `CHECKED_TOKENS` tokens.
@@ -252,9 +249,6 @@ def pass_tokens(device_type: str) -> int:
     """Most padded tokens in one pass of the target; a longer answer is read alone. On a CPU larger passes overflow the
     caches and are no faster."""
     return 1024 if device_type == "cpu" else 16384
-
-
-# Replay.
 
 
 # Takes the indices of a batch's answers and returns their states, in place of `read_states`.

@@ -44,7 +44,7 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
         {"name": "lm"} | lm,
         {"name": "lm cut"} | lm | {"tree": chain | {"vocab_size": 50}},
     ]
-    recipe, found, _ = load_all(
+    recipe, found = load_all(
         str(place / "recipe.yaml"),
         ["eval.also=" + json.dumps(others)],
         ["cut: eval.tree.vocab_size=16", f"b: eval.drafter={place / 'other/drafter'}"],
