@@ -45,14 +45,14 @@ from draftsmith.recipes.sections.eval import TreeSection
 
 DEFAULT_CANDIDATES = (
     *({"policy": "chain", "nodes": tokens + 1} for tokens in range(1, 9)),
-    # nodes, draft calls, top_k: larger trees are deeper and wider.
+    # Larger trees are deeper and wider.
     *(
         {"policy": "eagle2", "nodes": nodes, "draft_calls": calls, "top_k": top_k}
-        for nodes, calls, top_k in (
-            *((8, 3, 4), (8, 4, 4), (16, 4, 4), (16, 5, 4), (16, 6, 4), (24, 4, 8), (24, 5, 8), (24, 6, 8)),
-            *((32, 4, 8), (32, 5, 8), (32, 6, 8), (48, 5, 10), (48, 6, 10), (48, 7, 10)),
-            *((60, 4, 10), (60, 5, 10), (60, 6, 10), (60, 7, 10), (60, 8, 10)),
+        for nodes, fewest, most, top_k in (
+            *((8, 3, 4, 4), (16, 4, 6, 4), (24, 4, 6, 8)),
+            *((32, 4, 6, 8), (48, 5, 7, 10), (60, 4, 8, 10)),
         )
+        for calls in range(fewest, most + 1)
     ),
     {"policy": "ddd", "nodes": 32},
     {"policy": "ddd", "nodes": 60},
@@ -148,38 +148,22 @@ def as_yaml(tree: TreeSection) -> str:
 def prepared(
     recipe: Recipe, files: TargetFiles, base: Contender, trees: Sequence[TreeSection], plan: bool = False
 ) -> tuple[list[Contender], Recording, list[RecordedAnswer]]:
-    """`base` with each of these trees, named, and `planner_answers`; all checked before weights are loaded.
+    """(`base` with each of these trees, named; the file of recorded answers; at most eval.planner.max_answers of them).
+
+    The answers are spread evenly over eval.planner.answers, or over the conversations that training keeps for
+    validation. All is checked before weights are loaded.
 
     Raises:
-        UserError: as `check_contenders` (which takes `plan`) and `planner_answers`.
+        UserError: as `check_contenders` (which takes `plan`); no answers, or another target's; trees too deep for the
+            target's positions.
     """
     # First without the trees, so that the drafter's faults are named once.
     check_contenders(recipe, files, [_with_tree(recipe, base, TreeSection(policy="auto"), base.place)], plan)
-    places = (f"eval.planner.candidates.{i}" for i in range(len(trees)))
     contenders = [
-        replace(_with_tree(recipe, base, tree, place), name=as_yaml(tree))
-        for tree, place in zip(trees, places, strict=True)
+        replace(_with_tree(recipe, base, tree, f"eval.planner.candidates.{i}"), name=as_yaml(tree))
+        for i, tree in enumerate(trees)
     ]
     check_contenders(recipe, files, contenders, plan)
-    return contenders, *planner_answers(recipe, files, trees)
-
-
-def _with_tree(recipe: Recipe, base: Contender, tree: TreeSection, place: str = "") -> Contender:
-    counts = recipe.token_counts_path if tree.vocab_size is not None else None
-    # Of a router the drafter's own rounds are planned.
-    return replace(base, name="", tree=tree, place=place, token_counts=counts, router=None)
-
-
-def planner_answers(
-    recipe: Recipe, files: TargetFiles, trees: Sequence[TreeSection]
-) -> tuple[Recording, list[RecordedAnswer]]:
-    """A file of recorded answers, and at most eval.planner.max_answers of them, checked before weights are loaded.
-
-    They are spread evenly over eval.planner.answers, or over the conversations that training keeps for validation.
-
-    Raises:
-        UserError: no answers, or another target's; trees too deep for the target's positions.
-    """
     section, most = recipe.eval.planner, recipe.eval.planner.max_answers
     path = answers_or_conversations(section.answers, recipe, "eval.planner.answers")
     with errors_naming("eval.planner.answers"):
@@ -189,7 +173,13 @@ def planner_answers(
         answers = with_rounds(recording.of(PLAIN, PLAIN), path, "eval.planner.answers")
         if len(answers) > most:
             answers = [answers[i * len(answers) // most] for i in range(most)]
-        return recording, with_their_pictures(answers, files.tokenizer)
+        return contenders, recording, with_their_pictures(answers, files.tokenizer)
+
+
+def _with_tree(recipe: Recipe, base: Contender, tree: TreeSection, place: str = "") -> Contender:
+    counts = recipe.token_counts_path if tree.vocab_size is not None else None
+    # Of a router the drafter's own rounds are planned.
+    return replace(base, name="", tree=tree, place=place, token_counts=counts, router=None)
 
 
 def mean_context(answers: Sequence[RecordedAnswer]) -> int:
