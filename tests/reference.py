@@ -344,33 +344,6 @@ def c2t_tree(
     return kept if nodes is None else kept[: nodes - 1], depth
 
 
-def on_a_line(points: list[tuple[float, float]], x: float) -> float:
-    """Between two measured points, the straight line through them."""
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        if x0 <= x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return next(y for x0, y in points if x0 == x)
-
-
-def planned_speedup(
-    plain: float,
-    draft: list[tuple[float, float]],
-    verify: list[tuple[float, float]],
-    rest: list[tuple[float, float]],
-    answers: list[tuple[int, list[int], list[int]]],
-) -> float:
-    """Seconds of plain decoding over those of drafting. `answers`: tokens, nodes and calls of their rounds."""
-    tokens, rounds, nodes_cost, calls_cost = 0, 0, 0.0, 0.0
-    for answer_tokens, nodes, calls in answers:
-        tokens += answer_tokens - 1  # the prefill gives the first
-        rounds += len(nodes)
-        nodes_cost += sum(on_a_line(verify, n) + on_a_line(rest, n) for n in nodes)
-        calls_cost += sum(on_a_line(draft, d) for d in calls)
-    tau = tokens / rounds
-    per_round = (calls_cost + nodes_cost) / rounds
-    return plain * tau / per_round
-
-
 def replayed(
     tree_below: Callable[[int], tuple[list[int], list[int]]], prompt_length: int, text: list[int]
 ) -> tuple[list[int], bool]:
