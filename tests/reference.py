@@ -3,7 +3,6 @@
 Those of whole drafters are in tests/slow_drafters.py.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction

@@ -115,7 +115,6 @@ def test_contenders_are_called_what_drafts_and_their_tree(place: Path) -> None:
         return contenders.contender_of(recipe, section, "here")
 
     trees: dict[str, dict[str, Any]] = {
-        "tree of 60": {},
         "ddd of 60": {"policy": "ddd"},
         "svip of up to 40": {"policy": "svip"},
         "static tree of 26": {"policy": "static"},
@@ -140,9 +139,7 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
     config = json.loads((place / "deep/config.json").read_text())
     config["drafter"]["capture_layers"] = [2, 3, 8]
     (place / "deep/config.json").write_text(json.dumps(config))
-    for name in ("weightless", "short"):
-        shutil.copytree(place / "run/drafter", place / name)
-    (place / "weightless/model.safetensors").unlink()
+    shutil.copytree(place / "run/drafter", place / "short")
     whole = (place / "short/model.safetensors").read_bytes()
     (place / "short/model.safetensors").write_bytes(whole[:-8])  # the last row of the last tensor
     save_token_counts(place / "foreign", torch.ones(320, dtype=torch.int64), "f" * 64, [4])
@@ -158,7 +155,6 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
         "512 draft calls deep, in a target of 512": {"tree": {"policy": "chain", "nodes": 513}},
         "600 nodes, 8 draft calls deep": {"tree": {"nodes": 600}},
         "61 is more than the 60 tokens of the drafter's": {"tree": {"vocab_size": 61}},
-        "weightless: model.safetensors is missing": {"drafter": str(place / "weightless")},
         "short/model.safetensors: damaged": {"drafter": str(place / "short")},
         "rank 60 exceeds a draft vocabulary of 60": {"tree": {"policy": "static", "paths": [[0], [60]]}},
         "/nope: no C2T classifier here": {"tree": {"policy": "c2t", "c2t": {"classifier": "/nope"}}},

@@ -1,7 +1,6 @@
 """Numbers from hand-written traces; shares and intervals against slow twins; totals against their parts."""
 
 import random
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -52,24 +51,6 @@ def test_a_position_that_nobody_drafted_was_not_tried() -> None:
     wide = trace([1, 2, 1], False, 8)  # trees of two calls: only what was drafted that deep counts at position 2
     wide.tried = [2, 2, 1]
     assert numbers(wide)["acceptance_by_position"] == [1.0, 0.5]
-
-
-def test_acceptance_by_position_against_a_slow_twin() -> None:
-    """Round by round, position by position."""
-    chance = random.Random(1)
-    for _ in range(50):
-        generations = [random_trace(chance) for _ in range(chance.randint(1, 8))]
-        reached, accepted = Counter[int](), Counter[int]()
-        for g in generations:
-            for i, count in enumerate(g.accepted_per_round):
-                accepted.update(range(count))
-                reached.update(range(count + (not (g.last_round_cut and i == g.rounds - 1))))
-        shares = [accepted[position] / reached[position] for position in range(max(accepted, default=-1) + 1)]
-        row = numbers(*generations)
-        assert row["acceptance_by_position"] == pytest.approx(shares, abs=1e-4)
-        assert len(row["acceptance_by_position_interval"]) == len(shares)
-        assert sum(row["accepted_histogram"]) == row["rounds"]
-        assert sum(i * n for i, n in enumerate(row["accepted_histogram"])) == accepted.total()
 
 
 @pytest.mark.parametrize(("infinite", "expected"), [(10, [24.975, 974.025]), (25, None), (40, None)])
