@@ -31,7 +31,7 @@ from draftsmith.eval.report_page.files import (
 from draftsmith.models.chat import decode_answer
 from draftsmith.models.checkpoint import precision_note, weight_bytes
 from draftsmith.models.context_limits import longest_row, no_room
-from draftsmith.models.costs import duration, plan_decoding
+from draftsmith.models.costs import plan_decoding
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.quantize import precision_name
@@ -263,11 +263,10 @@ def print_evaluation_plan(plan: PlanLines, recipe: Recipe, files: TargetFiles, c
     plan.line("decoded by", "; ".join(plain))
     for contender in contenders:
         plan.line("", f"{contender.name}: {tree_name(contender.tree)}")
-    names, most = [*plain, *(contender.name for contender in contenders)], recipe.eval.max_new_tokens
-    answers = turns.total() * len(names)
+    most, answers = recipe.eval.max_new_tokens, turns.total() * (len(plain) + len(contenders))
     text = f"{answers:,}, {recipe.eval.batch_size} side by side; at most {answers * most:,} tokens"
     plan.line("answers", text, "exact")
-    plan.line("time", *likely_time(recipe, names, turns.total() * most))
+    plan.line("time", "unknown until the first prompts are decoded; the progress bar then shows what is left")
     weights, uncounted = 0, [c.draft_model.model for c in contenders if c.draft_model is not None]
     for directory in dict.fromkeys(c.drafter for c in contenders if c.drafter is not None):
         state = "yet to be imported" if yet_to_import(recipe, directory) else "`draftsmith train` writes it"
@@ -283,13 +282,3 @@ def print_evaluation_plan(plan: PlanLines, recipe: Recipe, files: TargetFiles, c
         check_automatic(recipe, files, contenders, plan=True)
     except UserError as error:
         print(f"CANNOT WORK yet: policy auto: {'; '.join(error.problems)}")
-
-
-def likely_time(recipe: Recipe, names: list[str], tokens: int) -> tuple[str, str]:
-    """(the most that `tokens` by each row take, its basis), if the last evaluation in eval.out measured all rows."""
-    try:
-        last = read_acceptance(recipe.eval_out / "acceptance.json")
-        seconds = sum(tokens / last["contenders"][name]["tokens_per_second"] for name in names)
-    except (UserError, KeyError, TypeError):
-        return "unknown until the first prompts are decoded; the progress bar then shows what is left", ""
-    return f"at most {duration(seconds)}, and prefills", f"measured: speeds of the last run, {last['device']}"

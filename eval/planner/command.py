@@ -81,7 +81,7 @@ def main(command: Command) -> None:
         plan = make_plan(models, recipe, contenders, recording, answers)
         if command.measure:
             measure(models, recipe, plan, command.measure, asked, rejects)
-        print_result(plan, recipe, planned)
+        print_result(plan, recipe)
         write_plan(recipe, plan, models, out)
     print(f"written: {out}")
 
@@ -95,14 +95,12 @@ def choose_tree(models: LoadedModels, recipe: Recipe, contender: Contender) -> T
         UserError: no recorded answers, another target's, or impossible candidates.
     """
     plan = make_plan(models, recipe, *prepared(recipe, models.files, contender, candidates_of(recipe, contender.tree)))
-    print_result(plan, recipe, contender)
+    print_result(plan, recipe)
     return plan.rows[0].tree
 
 
-def print_result(plan: Plan, recipe: Recipe, planned: Contender) -> None:
+def print_result(plan: Plan, recipe: Recipe) -> None:
     """Prints the fastest candidates, notes on their reliability, and the recipe line of the first."""
-    if planned.router is not None:
-        print("note: the drafter's trees are planned as if it drafted alone: rounds of the router's SAM are left out")
     if settings := other_sampling(plan.answers, Sampling.of(recipe.eval)):
         print(
             f"note: eval.planner.answers were drawn with other settings ({settings}) than eval.temperature, top_p and "

@@ -155,8 +155,7 @@ def kept_for_validation(path: Path, most: int, of: int = 5) -> set[str]:
         most: train.validation_conversations.
         of: keeps at most one conversation in so many; training keeps one in five.
 
-    Training also leaves out conversations that it cannot use for other reasons than short answers. With such ones and
-    few conversations, the last id returned may be trained on.
+    Training leaves out more conversations that it cannot use. With few, the last id returned may be trained on.
     """
     ids = set()
     with path.open("rb") as file:
@@ -307,11 +306,7 @@ def with_their_pictures(answers: Iterable[RecordedAnswer], tokenizer: PreTrained
 
 
 def check_answers_before_loading(recording: Recording, target: TargetFiles) -> None:
-    """Checks from the target's files that it can have written these answers.
-
-    Raises:
-        UserError: names the first line of another target, with tokens outside its vocabulary, or too long.
-    """
+    """Raises UserError for the first line that the target, by its files, cannot have written."""
     check_recorded_from(recording, target.identity)
     vocab_size, positions = target.text_config.vocab_size, target.positions
     for answer in recording:
@@ -329,14 +324,7 @@ def check_answers_before_loading(recording: Recording, target: TargetFiles) -> N
 
 
 def check_recorded_from(recording: Recording, here: dict[str, Any]) -> None:
-    """Refuses answers that were recorded from another target.
-
-    Args:
-        here: this target's identity, as far as it is known (`TargetFiles.identity`).
-
-    Raises:
-        UserError: names both sides.
-    """
+    """Raises UserError for answers of another target than `here`, an identity as far as it is known."""
     for place, identity in recording.identities:
         for key, there in identity.items():
             if key in here and here[key] != there:

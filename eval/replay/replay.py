@@ -1,10 +1,5 @@
 """Acceptance from recorded answers: the rounds of decoding, without the target in the loop.
 
-    python eval/acceptance.py recipes/demo.yaml eval.mode=replay                             # of its own last run
-    python eval/acceptance.py recipes/demo.yaml eval.mode=replay eval.answers=runs/demo/conversations.jsonl
-
-The latter replays the conversations that training keeps for validation; on trained ones tau would be too high.
-
 A drafted tree depends only on the target's states of the committed tokens: accepted positions reach a drafter with the
 target's own states, never with drafted ones. Acceptance depends only on the target's next tokens. So the target reads
 each answer once, all positions in one pass, and the decoding loop (`decode.decode`) follows it with a
@@ -246,8 +241,7 @@ def head_rows(vocab_size: int) -> int:
 
 
 def pass_tokens(device_type: str) -> int:
-    """Most padded tokens in one pass of the target; a longer answer is read alone. On a CPU larger passes overflow the
-    caches and are no faster."""
+    """Most padded tokens in one pass of the target; a longer answer is read alone. On a CPU more overflow the caches."""
     return 1024 if device_type == "cpu" else 16384
 
 
@@ -278,9 +272,8 @@ def replay_all(
     states_of: StatesOf | None = None,
     trainable: bool = False,
 ) -> dict[str, list[Generation]]:
-    """The rounds that decoding would take with each proposer: one `Generation` per answer, in order, with times 0.
-
-    The target reads the answers once for all proposers.
+    """The rounds that decoding would take with each proposer: one `Generation` per answer, in order, with times 0. The
+    target reads the answers once for all proposers.
 
     Args:
         batch_size: answers side by side.

@@ -97,11 +97,7 @@ def as_replayed(recipe: Recipe, recording: Recording) -> Recipe:
 def replay_contenders(
     models: LoadedModels, contenders: Sequence[Contender], recording: Recording, batch_size: int, agreement: Agreement
 ) -> dict[str, list[Generation]]:
-    """The rounds of every contender, plain decoding's first, as `decode_all` returns them but without times.
-
-    Raises:
-        UserError: the answers are another target's.
-    """
+    """The rounds of every contender, plain decoding's first, as `decode_all` returns them but without times."""
     check_recorded_from(recording, models.identity)
     along = {contender.name: recording.of(contender.name, PLAIN) for contender in contenders}
     groups: dict[tuple[tuple[Prompt, tuple[int, ...]], ...], list[Contender]] = {}  # by their answers

@@ -325,7 +325,7 @@ def test_the_slow_are_dropped_as_far_as_there_is_time(
     plan = planned(recipe_path, lineup, "eval.planner.seconds=1e9")
     assert [len(row.rounds) for row in plan.rows] == [4, 4, 2]  # answers
     assert "2 of 3 candidates along 4 answers" in plan.effort
-    planner_command.print_result(plan, load_recipe(recipe_path), main_contender(load_recipe(recipe_path)))
+    planner_command.print_result(plan, load_recipe(recipe_path))
     assert plan.effort in capsys.readouterr().out
     hasty = planned(recipe_path, lineup, "eval.planner.seconds=1e-9")
     assert [len(row.rounds) for row in hasty.rows] == [2, 2, 2] and len(hasty.answers) == 2  # a first look is taken
