@@ -150,7 +150,7 @@ def publish_results(
     for note in notes:
         print(note)
     print_table(read_acceptance(path))
-    print_written([path, generations_path(recipe), write_report(recipe)])
+    print_written(path, generations_path(recipe), write_report(recipe))
 
 
 def precision_notes(models: LoadedModels, contenders: Sequence[Contender]) -> list[str]:

@@ -69,7 +69,8 @@ Curve = tuple[tuple[float, float], ...]  # points (x, seconds) in order
 
 def seconds_at(curve: Curve, x: Sequence[int]) -> float:
     """Sum of the seconds at all `x`, on straight lines between the points."""
-    return float(np.interp(x, *zip(*curve, strict=True)).sum())
+    xs, seconds = zip(*curve, strict=True)
+    return float(np.interp(x, xs, seconds).sum())
 
 
 @dataclass(frozen=True)

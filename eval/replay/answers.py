@@ -216,9 +216,9 @@ def _answers_of(
 ) -> tuple[str, list[RecordedAnswer], dict[str, Any]]:
     """(contender, answers, target identity) of a line. Raises KeyError, TypeError or ValueError if it is unusable."""
     if "contender" in record:
-        whose = (record[key] for key in ("benchmark", "category", "conversation_id", "turn"))
-        tokens = record["prompt_token_ids"], record["token_ids"]
-        answer = RecordedAnswer(*tokens, sampling, *whose, place, _named(record.get("pictures", [])))
+        tokens, whose = (record["prompt_token_ids"], record["token_ids"]), (record["benchmark"], record["category"])
+        turn = record["conversation_id"], record["turn"]
+        answer = RecordedAnswer(*tokens, sampling, *whose, *turn, place, _named(record.get("pictures", [])))
         return record["contender"], [answer], {}
     generator, meta = record.get("generator", {}), record.get("meta") or {}
     if not generator.get("lossless", True):

@@ -241,7 +241,7 @@ def head_rows(vocab_size: int) -> int:
 
 
 def pass_tokens(device_type: str) -> int:
-    """Most padded tokens in one pass of the target; a longer answer is read alone. On a CPU more overflow the caches."""
+    """Most padded tokens in one pass of the target; a longer answer is read alone. On a CPU more overflow caches."""
     return 1024 if device_type == "cpu" else 16384
 
 

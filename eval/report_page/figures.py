@@ -27,7 +27,7 @@ COLOURS = {
     **{"t0": "#d6e6ff", "t1": "#fbe7bd", "t2": "#d3f0df", "t3": "#eedffa"},
 }
 WIDTH = 360  # of every figure, in CSS pixels: a phone shows it nearly unscaled
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     **{"font.size": 11, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.titlecolor": COLOURS["muted"]},
     **{"axes.labelcolor": COLOURS["muted"], "xtick.color": COLOURS["muted"], "ytick.color": COLOURS["muted"]},
     **{"axes.grid": True, "axes.grid.axis": "y", "grid.color": COLOURS["grid"], "axes.axisbelow": True},

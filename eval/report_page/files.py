@@ -30,7 +30,7 @@ def main(command: Command) -> None:
         return
     written = write_report(recipe)
     print_table(acceptance)
-    print_written([written])
+    print_written(written)
 
 
 def generations_path(recipe: Recipe) -> Path:
@@ -64,13 +64,9 @@ def write_acceptance(
         baseline: name of plain decoding.
         made: provenance: `device`, `dtype` and `made`.
     """
-    shared = {
-        "temperature": recipe.eval.temperature,
-        "top_p": recipe.eval.top_p,
-        "top_k": recipe.eval.top_k,
-        "max_new_tokens": recipe.eval.max_new_tokens,
-        "batch_size": recipe.eval.replay_batch_size if recipe.eval.mode == "replay" else recipe.eval.batch_size,
-        "mode": recipe.eval.mode,
+    section = recipe.eval
+    shared = section.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens", "mode"}) | {
+        "batch_size": section.replay_batch_size if section.mode == "replay" else section.batch_size,
         "bootstrap_samples": BOOTSTRAP_SAMPLES,
         "target": recipe.target.model,
         "drafter": str(recipe.eval_drafter_dir),
@@ -154,7 +150,7 @@ def print_table(acceptance: dict[str, Any]) -> None:
         print(said)
 
 
-def print_written(paths: list[Path]) -> None:
+def print_written(*paths: Path) -> None:
     print(f"written in {paths[0].parent}: {', '.join(path.name for path in paths)}")
 
 

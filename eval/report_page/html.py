@@ -69,16 +69,15 @@ def build_html(
 
 
 def choose_answers(path: Path, contender: str, count: int) -> list[dict[str, Any]]:
-    """At most `count` records of a contender, evenly spread over the file, which is read twice to save memory.
+    """At most `count` records of a contender, evenly spread over the file.
 
     Raises:
         UserError: the file holds none of them, or a line is damaged.
     """
-    total = sum(1 for _ in read_generations(path, contender))
-    if not total:
+    records = list(read_generations(path, contender))
+    if not records:
         raise UserError(f"{path}: holds no answer of {contender!r}; {UNUSABLE}")
-    chosen = {i * total // count for i in range(count)} if total > count else range(total)
-    return [record for i, record in enumerate(read_generations(path, contender)) if i in chosen]
+    return records if len(records) <= count else [records[i * len(records) // count] for i in range(count)]
 
 
 def choose_images(path: Path, contenders: Sequence[str], answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
