@@ -3,7 +3,6 @@
 Those of whole drafters are in tests/slow_drafters.py.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -344,33 +343,6 @@ def c2t_tree(
     return kept if nodes is None else kept[: nodes - 1], depth
 
 
-def on_a_line(points: list[tuple[float, float]], x: float) -> float:
-    """Between two measured points, the straight line through them."""
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        if x0 <= x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return next(y for x0, y in points if x0 == x)
-
-
-def planned_speedup(
-    plain: float,
-    draft: list[tuple[float, float]],
-    verify: list[tuple[float, float]],
-    rest: list[tuple[float, float]],
-    answers: list[tuple[int, list[int], list[int]]],
-) -> float:
-    """Seconds of plain decoding over those of drafting. `answers`: tokens, nodes and calls of their rounds."""
-    tokens, rounds, nodes_cost, calls_cost = 0, 0, 0.0, 0.0
-    for answer_tokens, nodes, calls in answers:
-        tokens += answer_tokens - 1  # the prefill gives the first
-        rounds += len(nodes)
-        nodes_cost += sum(on_a_line(verify, n) + on_a_line(rest, n) for n in nodes)
-        calls_cost += sum(on_a_line(draft, d) for d in calls)
-    tau = tokens / rounds
-    per_round = (calls_cost + nodes_cost) / rounds
-    return plain * tau / per_round
-
-
 def replayed(
     tree_below: Callable[[int], tuple[list[int], list[int]]], prompt_length: int, text: list[int]
 ) -> tuple[list[int], bool]:
@@ -393,30 +365,6 @@ def replayed(
         cut_off = read + count == len(text)  # no bonus is left
         read += count + 1
     return accepted, cut_off
-
-
-def surprise(
-    logits: list[list[float]], said: list[int], temperature: float, top_p: float = 1.0, top_k: int = 0
-) -> tuple[int, float, float]:
-    """(tokens with p = 0; over the others the sum of -log p(token) - H(p), and the variance that it has if they were
-    drawn from p). Of the likeliest tokens top_k stay, of those as many as reach top_p together."""
-    cut_off, excess, variance = 0, 0.0, 0.0
-    for row, token in zip(logits, said, strict=True):
-        kept = sorted(range(len(row)), key=lambda i: -row[i])[: top_k or len(row)]
-        weights = {i: math.exp(row[i] / temperature) for i in kept}
-        total, mass, p = sum(weights.values()), 0.0, {}
-        for i in kept:
-            if mass < top_p and weights[i] > 0:
-                p[i] = weights[i] / total
-            mass += weights[i] / total
-        p = {i: q / sum(p.values()) for i, q in p.items()}
-        if token not in p:
-            cut_off += 1
-            continue
-        entropy = sum(-q * math.log(q) for q in p.values())
-        excess += -math.log(p[token]) - entropy
-        variance += sum(q * (-math.log(q) - entropy) ** 2 for q in p.values())
-    return cut_off, excess, variance
 
 
 # Rankings.

@@ -23,18 +23,12 @@ PROMPTS = (
     *([11, 12, 13], [21, 22, 23, 24, 25, 26, 27, 28, 29], [7], [5, 6, 5, 6, 5, 6, 5]),
     *(list(range(30, 60)), [9, 9, 9, 9], [200, 13, 77]),
 )
-
-
 BUDGET = 34
-
-
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"tie_word_embeddings": True},
     "gemma2": {"sliding_window": 8},
 }
-
-
 POLICIES: dict[str, TreeSection] = {
     "chain": TreeSection(policy="chain", nodes=5),
     "static": TreeSection(policy="static"),
@@ -47,8 +41,6 @@ POLICIES: dict[str, TreeSection] = {
         {"policy": "svip_tree", "nodes": 14, "draft_calls": 6, "top_k": 4, "svip": {"c": 0.15, "h": 0.6}}
     ),
 }
-
-
 SAME = ("prompt_token_ids", "token_ids", "accepted_per_round", "last_round_cut", "tree_nodes", "draft_calls")
 
 

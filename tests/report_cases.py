@@ -3,6 +3,7 @@
 import base64
 import json
 import random
+import re
 from collections.abc import Iterable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,8 +20,6 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe
 
 PLAIN, MAIN = "plain decoding", "eagle3, tree of 60"
-
-
 MADE = {
     "device": "cpu",
     "dtype": "float32",
@@ -30,8 +29,6 @@ MADE = {
         **{"date": "2026-01-01 00:00 UTC", "hardware": "x86_64, 2 threads"},
     },
 }
-
-
 VOID = {"meta", "br", "img"}
 
 
@@ -82,10 +79,10 @@ def evaluate(
                 out = generation(chance, length, contender != PLAIN, name, benchmark, turn)
                 out.category = category
                 generations.append(out)
-                shown = {"question": f"question {name}", "token_texts": words} if contender == contenders[0] else None
+                shown = {"question": f"question {name}", "token_texts": words} if contender == contenders[0] else {}
                 file.write(json.dumps(record_of(out, contender, "".join(words), shown)) + "\n")
     sampled = recipe.eval.temperature > 0
-    numbers = summarise_all(results, PLAIN, 100, 0, sampled)
+    numbers = summarise_all(results, PLAIN, 0, sampled)
     report_files.write_acceptance(recipe, numbers, described(results), contenders[0], PLAIN, MADE)
     return results
 
@@ -101,17 +98,16 @@ def figures_of(page: "Page") -> list[str]:
 
 
 class Page(HTMLParser):
-    """Collects texts of elements by class, tags and pictures; complains of elements that are not closed."""
+    """Collects a page's text, tags and pictures, and the text of each answer; complains of elements left open."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, html: str) -> None:
         super().__init__()
         self.open: list[tuple[str, str]] = []
         self.tags: list[str] = []
         self.sources: list[str] = []  # of pictures
-        self.answers: list[dict[str, Any]] = []
-        self.tables_in: list[list[str]] = []
+        self.answers: list[str] = []
         self.text = ""
-        self.feed(text)
+        self.feed(html)
         assert self.open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -119,14 +115,8 @@ class Page(HTMLParser):
         assert not [name for name in given if name.startswith("on")]
         self.tags.append(tag)
         self.sources += [given["src"]] if tag == "img" else []
-        if tag == "table":
-            self.tables_in.append([cls for _, cls in self.open])
         if given.get("class") == "answer":
-            self.answers.append({"first": "", "rounds": [], "text": ""})
-        if given.get("class", "").startswith("r t"):
-            self.answers[-1]["rounds"].append({"title": given["title"], "i": [], "b": []})
-        if self._inside("answer") and tag in ("i", "b") and self.open[-1][1].startswith("r t"):
-            self.answers[-1]["rounds"][-1][tag].append("")
+            self.answers.append("")
         if tag not in VOID:
             self.open.append((tag, given.get("class", "")))
 
@@ -136,14 +126,15 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
-        if self._inside("answer"):
-            self.answers[-1]["text"] += data
-            tag, parent = self.open[-1][0], self.open[-2][1]
-            if tag in ("i", "b") and parent.startswith("r t"):
-                self.answers[-1]["rounds"][-1][tag][-1] += data
+        if any(cls == "answer" for _, cls in self.open):
+            self.answers[-1] += data
 
-    def _inside(self, cls: str) -> bool:
-        return any(c == cls for _, c in self.open)
+
+def rounds_of(html: str) -> list[list[tuple[str, int, int]]]:
+    """(title, drafted tokens, tokens of the target's own) of every round of each answer on the page."""
+    rounds = re.compile(r'<span class="r t\d" title="([^"]*)">(.*?)</span>', re.S)
+    answers = html.split('<p class="answer"')[1:]
+    return [[(title, r.count("<i"), r.count("<b>")) for title, r in rounds.findall(answer)] for answer in answers]
 
 
 def script_lines(recipe: Recipe, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:

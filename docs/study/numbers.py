@@ -93,7 +93,7 @@ class Found:
 
         total = sums.sum(0)[None]
         value, by_seed = float(of_means(total)[0]), formula(*taus(total))[0].tolist()
-        interval = bootstrap(sums, 2000, 0)(of_means) or (value, value)
+        interval = bootstrap(sums, 0)(of_means) or (value, value)
         return Estimate(value, interval, dict(zip(seeds, by_seed, strict=True)))
 
     def tau(self, arm: str, tree: str = TREE, keep: np.ndarray | slice = np.s_[:], **which: Any) -> Estimate | None:

@@ -8,10 +8,9 @@ the machine becomes slower, it slows all alike.
 """
 
 import json
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -21,20 +20,15 @@ from draftsmith.eval.decoding.contenders import Contender, loaded_proposer, rule
 from draftsmith.eval.decoding.decode import Generation, TargetVerifier, decode
 from draftsmith.eval.decoding.proposers import PLAIN
 from draftsmith.eval.measurement.generation_log import record_of, token_texts
-from draftsmith.models.chat import (
-    RenderError,
-    answer_message,
-    as_text,
-    decode_answer,
-    render_prompt,
-)
+from draftsmith.eval.measurement.metrics import tau
+from draftsmith.models.chat import RenderError, answer_message, as_text, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.families import usable_positions
 from draftsmith.models.image_tokens import ImageTokens
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.quantize import precision_name
-from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
+from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vision import is_vision_language
@@ -43,7 +37,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.picture_files import data_url
 from draftsmith.recipes.prompts.picture_parts import pictures_of
 from draftsmith.recipes.prompts.pictures import with_named_pictures
-from draftsmith.recipes.prompts.reader import Conversation, Rejects, questions, read_conversations
+from draftsmith.recipes.prompts.reader import Rejects, questions, read_conversations
 from draftsmith.recipes.prompts.sources import StorePicture, short_names
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.base import as_list
@@ -51,7 +45,7 @@ from draftsmith.recipes.sections.base import as_list
 PICTURE_MARK = " [picture] "  # in the report's questions
 
 
-def plain_of(contender: "Contender") -> str:
+def plain_of(contender: Contender) -> str:
     """The name of plain decoding in the contender's precision."""
     precision = precision_name(contender.quantization)
     return PLAIN if precision is None else f"{PLAIN}, {precision} target"
@@ -78,11 +72,7 @@ class Question:
 def recipe_questions(
     recipe: Recipe, files: TargetFiles, rejects: Rejects, store: StorePicture = data_url
 ) -> list[Question]:
-    """`load_questions` of eval.prompts.
-
-    Args:
-        store: stores the bytes of a picture that has no file, and returns their place.
-    """
+    """`load_questions` of eval.prompts. `store` stores a picture that has no file, and returns its place."""
     section, sees = recipe.eval, is_vision_language(files.config)
     return load_questions(
         section.prompts or [], rejects, section.max_prompts, section.turns == "first", store if sees else None
@@ -99,8 +89,7 @@ def load_questions(
     """The first `limit` conversations of each source. Those that the target cannot read go to `rejects`.
 
     Args:
-        store: given for a target that reads pictures, as in `recipe_questions`. Questions then name their pictures as
-            `with_named_pictures` does. None: text only.
+        store: as in `recipe_questions`, for a target that reads pictures; None: text only.
 
     Raises:
         UserError: nothing usable.
@@ -116,156 +105,103 @@ def load_questions(
                 unseen |= store is None
                 rejects.add_conversation(conversation, str(error))
             else:
-                found.append(_question(asked, source, shown[source], first_turns_only))
+                turns, meta = list(questions(asked.messages)), asked.meta
+                benchmark, category = meta.get("benchmark"), meta.get("category")
+                if not benchmark or benchmark == short_names([source])[source]:
+                    benchmark = shown[source]  # differs from the short name where another source has the same one
+                about = str(benchmark), None if category is None else str(category)
+                turns = turns[:1] if first_turns_only else turns
+                found.append(Question(asked.id, asked.source, asked.line, turns, meta.get("tools"), *about))
     if not found:
         advice = "; the target reads text only: name prompts of text, or a vision-language target" * unseen
         raise UserError(f"eval.prompts: nothing usable in {sources}; {rejects.summary()}{advice}")
     return found
 
 
-def _question(conversation: Conversation, source: str, source_name: str, first_turn_only: bool) -> Question:
-    turns = list(questions(conversation.messages))
-    benchmark, category = conversation.meta.get("benchmark"), conversation.meta.get("category")
-    if benchmark == short_names([source])[source]:
-        benchmark = source_name  # another source has the same short name
-    return Question(
-        conversation.id,
-        conversation.source,
-        conversation.line,
-        turns[:1] if first_turn_only else turns,
-        conversation.meta.get("tools"),
-        str(benchmark or source_name),
-        None if category is None else str(category),
-    )
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Settings that all contenders share.
-
-    Attributes:
-        max_length: most tokens of prompt and answer.
-        sampling: of all contenders. The draws of an answer depend only on `seed`, the turn and the contender.
-        acceptances: each contender's rule. A name that is not there, such as plain decoding's, has the lossless one.
-        targets: the target of each contender that runs it in another precision.
-        batch_size: conversations decoded side by side, turn by turn: first turns together, then second turns.
-        drawn: what becomes of the picture that an answer's tokens make (`ImageTokens.stored`).
-    """
+class _Decoder(NamedTuple):
+    """What decodes for one row of the table."""
 
     target: Target
-    tokenizer: PreTrainedTokenizerBase
-    stop_ids: Collection[int]
-    max_new_tokens: int
-    max_length: int
-    sampling: Sampling = GREEDY
-    seed: int = 0
-    batch_size: int = 1
-    acceptances: Mapping[str, Acceptance] = field(default_factory=dict)
-    targets: Mapping[str, Target] = field(default_factory=dict)
-    drawn: Callable[[Sequence[int]], dict[str, str]] = lambda answer: {}
+    proposer: Proposer | None  # None: plain decoding
+    acceptance: Acceptance
 
-    def prompt(self, question: Question, messages: list[dict[str, Any]]) -> Prompt:
-        """The next prompt. Raises ValueError if the template refuses it or it is too long."""
-        try:
-            prompt = render_prompt(self.tokenizer, messages, question.tools)
-        except RenderError as error:
-            raise ValueError(str(error)) from error
-        if len(prompt) + self.max_new_tokens > self.max_length:
-            raise ValueError(
-                f"too long: {len(prompt)} prompt tokens and {self.max_new_tokens} new ones exceed the target's "
-                f"{self.max_length} positions"
-            )
-        return prompt
 
-    def _answers(
-        self,
-        name: str,
-        proposer: Proposer | None,
-        prompts: Sequence[Prompt],
-        keys: Sequence[Hashable],
-        max_new_tokens: int | None = None,
-    ) -> list[Generation]:
-        draws = [SeededDraws(self.seed, key) for key in keys]
-        budget = max_new_tokens or self.max_new_tokens
-        acceptance = self.acceptances.get(name) or acceptance_of(self.sampling)
-        verifier = TargetVerifier(self.targets.get(name, self.target), proposer, acceptance)
+def decode_all(
+    models: LoadedModels,
+    recipe: Recipe,
+    contenders: Sequence[Contender],
+    asked: Sequence[Question],
+    file: IO[str],
+    rejects: Rejects,
+) -> dict[str, list[Generation]]:
+    """Decodes every turn of every question plainly and with every contender. The first contender is the main one.
+
+    eval.batch_size conversations are decoded side by side: first turns together, then second turns. The draws of an
+    answer depend only on eval.seed, the turn and the contender.
+
+    Args:
+        file: receives all answers (`eval.measurement.generation_log`).
+        rejects: receives turns without a valid prompt; the conversation ends there.
+
+    Returns:
+        One generation per turn for each name, `PLAIN` first, then plain decoding in other precisions; the same turns in
+        the same order for all.
+    """
+    section, sampling, tokenizer = recipe.eval, Sampling.of(recipe.eval), models.files.tokenizer
+    decoders = {PLAIN: _Decoder(models.target, None, acceptance_of(sampling))}
+    for each in contenders:
+        decoders[plain_of(each)] = _Decoder(_target_of(models, each), None, acceptance_of(sampling))
+    for each in contenders:
+        rule = rule_of(models, each, sampling, recipe.eval_out)
+        decoders[each.name] = _Decoder(_target_of(models, each), loaded_proposer(models, each, sampling), rule)
+    names, shown = list(decoders), contenders[0].name
+    images, folder = ImageTokens.of(models.target.model), recipe.eval_out / "generations.images"
+    results: dict[str, list[Generation]] = {name: [] for name in names}
+
+    def decoded(name: str, prompts: Sequence[Prompt], keys: Sequence[Hashable], budget: int) -> list[Generation]:
+        target, proposer, acceptance = decoders[name]
+        verifier, draws = TargetVerifier(target, proposer, acceptance), [SeededDraws(section.seed, key) for key in keys]
         with torch.inference_mode():
-            return decode(verifier, proposer, prompts, self.stop_ids, budget, draws)
+            return decode(verifier, proposer, prompts, models.files.stop_ids, budget, draws)
 
-    def run(
-        self, asked: list[Question], proposers: dict[str, Proposer | None], shown: str, file: IO[str], rejects: Rejects
-    ) -> dict[str, list[Generation]]:
-        """Decodes every turn of every question with every contender and plainly.
+    batches = 0  # of turns
+    answers = 0  # that the bar shows after the questions so far
+    total = sum(len(question.turns) for question in asked) * len(names)
+    with Bar(total=total, desc="decode", unit="answer") as progress:
+        for start in range(0, len(asked), section.batch_size):
+            talks = [_Talk(question) for question in asked[start : start + section.batch_size]]
+            while turn := [talk for talk in talks if talk.asks(models, section.max_new_tokens, rejects)]:
+                prompts = [talk.prompt for talk in turn]
+                if not batches:  # the first forwards of a process and of a proposer are slow
+                    for name in names:
+                        decoded(name, prompts, ["warm-up"] * len(turn), min(16, section.max_new_tokens))
+                first = batches % len(names)
+                batches += 1
+                done = {}
+                for name in names[first:] + names[:first]:
+                    done[name] = decoded(name, prompts, [talk.key(name) for talk in turn], section.max_new_tokens)
+                    progress.update(len(turn))
+                for row, talk in enumerate(turn):
+                    for name in names:
+                        generation = done[name][row]
+                        talk.sign(generation)
+                        if images is not None:
+                            generation.image = images.stored(generation.token_ids, folder)
+                        results[name].append(generation)
+                        file.write(answer_line(tokenizer, generation, name, talk.words if name == shown else None))
+                    talk.history.append(answer_message(tokenizer, done[PLAIN][row].token_ids))
+                file.flush()
+                if (so_far := tau(results[shown])) is not None:
+                    progress.set_postfix_str(f"tau {so_far:.2f}", refresh=False)
+            answers += sum(len(talk.question.turns) for talk in talks) * len(names)
+            progress.update(answers - progress.n)  # rejected turns have no answers
+    if not results[PLAIN]:
+        raise UserError(f"eval.prompts: none of the {len(asked)} prompts could be used; {rejects.summary()}")
+    return results
 
-        Args:
-            proposers: by contender's name, without `PLAIN`. None: plain decoding in another precision.
-            shown: the main contender. The progress bar shows its tau, and its lines have the report's texts.
-            file: receives all answers (`eval.measurement.generation_log`).
-            rejects: receives turns without a valid prompt; the conversation ends there.
 
-        Returns:
-            One generation per turn for each name, `PLAIN` first; the same turns in the same order for all.
-        """
-        with_plain: dict[str, Proposer | None] = {PLAIN: None} | proposers
-        names = list(with_plain)
-        results: dict[str, list[Generation]] = {name: [] for name in names}
-        tokens = rounds = 0  # of `shown`
-        decoded = 0  # batches of turns
-        answers = 0  # that the bar shows after the questions so far
-        total = sum(len(question.turns) for question in asked) * len(names)
-        with Bar(total=total, desc="decode", unit="answer") as progress:
-            for start in range(0, len(asked), self.batch_size):
-                talks = [_Talk(question) for question in asked[start : start + self.batch_size]]
-                while turn := self._next_turn(talks, rejects):
-                    prompts = [talk.prompt for talk in turn]
-                    if not decoded:  # the first forwards of a process and of a proposer are slow
-                        for name, proposer in with_plain.items():
-                            self._answers(
-                                name, proposer, prompts, ["warm-up"] * len(turn), min(16, self.max_new_tokens)
-                            )
-                    first = decoded % len(names)
-                    decoded += 1
-                    done = {}
-                    for name in names[first:] + names[:first]:
-                        done[name] = self._answers(name, with_plain[name], prompts, [talk.key(name) for talk in turn])
-                        progress.update(len(turn))
-                    for row, talk in enumerate(turn):
-                        for name in names:
-                            generation = done[name][row]
-                            talk.sign(generation)
-                            generation.image = self.drawn(generation.token_ids)
-                            results[name].append(generation)
-                            question = talk.words if name == shown else None
-                            file.write(answer_line(self.tokenizer, generation, name, question))
-                        talk.history.append(answer_message(self.tokenizer, done[PLAIN][row].token_ids))
-                    file.flush()
-                    tokens += sum(len(generation.token_ids) - 1 for generation in done[shown])
-                    rounds += sum(generation.rounds for generation in done[shown])
-                    if rounds:
-                        progress.set_postfix_str(f"tau {tokens / rounds:.2f}", refresh=False)
-                answers += sum(len(talk.question.turns) for talk in talks) * len(names)
-                progress.update(answers - progress.n)  # rejected turns have no answers
-        if not results[PLAIN]:
-            raise UserError(f"eval.prompts: none of the {len(asked)} prompts could be used; {rejects.summary()}")
-        return results
-
-    def _next_turn(self, talks: list["_Talk"], rejects: Rejects) -> list["_Talk"]:
-        """The conversations that have another turn, each with its next prompt."""
-        unfinished = []
-        for talk in talks:
-            if talk.turn == len(talk.question.turns):
-                continue
-            talk.history += talk.question.turns[talk.turn]
-            talk.turn += 1
-            try:
-                talk.prompt = self.prompt(talk.question, talk.history)
-            except ValueError as error:
-                question = talk.question
-                rejects.add(question.source, question.line, str(error), {"id": question.id, "turn": talk.turn})
-                talk.turn = len(question.turns)
-            else:
-                unfinished.append(talk)
-        return unfinished
+def _target_of(models: LoadedModels, contender: Contender) -> Target:
+    return models.in_precision(contender.quantization).target
 
 
 def answer_line(
@@ -279,41 +215,6 @@ def answer_line(
     return json.dumps(record) + "\n"
 
 
-def decode_all(
-    models: LoadedModels,
-    recipe: Recipe,
-    contenders: Sequence[Contender],
-    asked: list[Question],
-    file: IO[str],
-    rejects: Rejects,
-) -> dict[str, list[Generation]]:
-    """All answers, plain decoding's included, as `Bench.run` returns them. The first contender is the main one."""
-    sampling = Sampling.of(recipe.eval)
-    images = ImageTokens.of(models.target.model)
-    folder = recipe.eval_out / "generations.images"
-    bench = Bench(
-        models.target,
-        models.files.tokenizer,
-        models.files.stop_ids,
-        recipe.eval.max_new_tokens,
-        usable_positions(models.target.config),
-        sampling,
-        recipe.eval.seed,
-        recipe.eval.batch_size,
-        {each.name: rule_of(models, each, sampling, recipe.eval_out) for each in contenders},
-        {
-            name: models.in_precision(contender.quantization).target
-            for contender in contenders
-            if contender.quantization is not None
-            for name in (contender.name, plain_of(contender))
-        },
-        **({} if images is None else {"drawn": partial(images.stored, folder=folder)}),
-    )
-    proposers: dict[str, Proposer | None] = {name: None for name in map(plain_of, contenders) if name != PLAIN}
-    proposers |= {c.name: loaded_proposer(models, c, sampling) for c in contenders}
-    return bench.run(asked, proposers, contenders[0].name, file, rejects)
-
-
 @dataclass
 class _Talk:
     """A conversation in progress."""
@@ -322,6 +223,30 @@ class _Talk:
     turn: int = 0  # asked so far
     history: list[dict[str, Any]] = field(default_factory=list)
     prompt: Prompt = field(default_factory=lambda: Prompt(()))  # of the turn
+
+    def asks(self, models: LoadedModels, most: int, rejects: Rejects) -> bool:
+        """Whether there is another turn; its prompt is then at hand. A turn without a valid one goes to `rejects`.
+
+        Args:
+            most: tokens of the answer.
+        """
+        question, positions = self.question, usable_positions(models.target.config)
+        if self.turn == len(question.turns):
+            return False
+        self.history += question.turns[self.turn]
+        self.turn += 1
+        try:
+            self.prompt = render_prompt(models.files.tokenizer, self.history, question.tools)
+            if len(self.prompt) + most > positions:
+                raise ValueError(
+                    f"too long: {len(self.prompt)} prompt tokens and {most} new ones exceed the target's {positions} "
+                    "positions"
+                )
+        except (RenderError, ValueError) as error:
+            rejects.add(question.source, question.line, str(error), {"id": question.id, "turn": self.turn})
+            self.turn = len(question.turns)
+            return False
+        return True
 
     @property
     def words(self) -> str:

@@ -22,18 +22,14 @@ from draftsmith.recipes.sections.eval import ContenderSection
 from draftsmith.recipes.sections.target import TargetSection
 
 CONTENDER_KEYS = *(f"eval.{key}" for key in ContenderSection.model_fields if key != "name"), "eval.token_counts"
-SHARED = (
-    *("prompts", "max_prompts", "turns", "max_new_tokens", "temperature", "top_p", "top_k", "mode", "answers"),
-    *("batch_size", "seed"),
-)
 NAME = re.compile(r"\s*([^=]*\S):\s+(?=\S)")
 NEXT_KEY = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")  # values may contain blanks: eval.tree.paths=[[0], [1]]
 
 
 def load_all(
     path: str, overrides: Sequence[str], compared: Sequence[str], plan: bool = False
-) -> tuple[Recipe, list[Contender], list[str]]:
-    """(the first recipe, all contenders with names, notes).
+) -> tuple[Recipe, list[Contender]]:
+    """(the first recipe, all contenders with names).
 
     Args:
         path, overrides: the first recipe; the overrides do not apply to the other files.
@@ -47,24 +43,22 @@ def load_all(
     recipe = _loaded(path, overrides, plan, problems)
     of_first = set(problems)
     others: list[Contender] = []
-    notes: list[str] = []
     for argument in compared:
         place, (name, settings) = f"--compare {argument!r}", split_overrides(argument)
         found: list[str] = []
         if "=" in argument and not Path(settings[0]).exists():
             other = _loaded(path, [*overrides, *settings], plan, found)
-            found += _shared(settings, found)
+            found += _shared(settings)
             if other is not None:
                 others.append(replace(main_contender(other, place), name=name))
         elif (other := _loaded(settings[0], (), plan, found)) is not None:
             if recipe is not None:
                 found += [f"another target than {path}'s: {d}" for d in _different_targets(other.target, recipe.target)]
-                notes += _ignored(settings[0], other, path, recipe)
             others.append(replace(main_contender(other, place), name=name or other.eval.name or ""))
         problems += [f"{place}: {problem}" for problem in found if problem not in of_first]
     if recipe is None or problems:
         raise UserError(problems)
-    return recipe, contenders_of(recipe, others), notes
+    return recipe, contenders_of(recipe, others)
 
 
 def _loaded(path: str, overrides: Sequence[str], plan: bool, problems: list[str]) -> Recipe | None:
@@ -82,15 +76,14 @@ def split_overrides(argument: str) -> tuple[str, list[str]]:
     return name, NEXT_KEY.split(argument.strip())
 
 
-def _shared(settings: Sequence[str], told: Sequence[str]) -> list[str]:
-    """Problems with overrides of keys that are the same for all contenders, unless something else is `told` of them."""
-    keys = {setting: setting.partition("=")[0].strip() for setting in settings}
+def _shared(settings: Sequence[str]) -> list[str]:
+    """Problems with overrides of keys that are the same for all contenders."""
+    keys = [setting.partition("=")[0].strip() for setting in settings]
     return [
         f"{key} is the same for all contenders; they may differ only in {', '.join(CONTENDER_KEYS)}; give it before "
         "--compare to set it for all"
-        for setting, key in keys.items()
+        for key in keys
         if not any(key == each or key.startswith(f"{each}.") for each in CONTENDER_KEYS)
-        and not any(problem.startswith(f"override '{setting}'") for problem in told)
     ]
 
 
@@ -100,23 +93,10 @@ def _different_targets(there: TargetSection, here: TargetSection) -> list[str]:
     return [
         f"target.{name} is {getattr(there, name)!r} there, {getattr(here, name)!r} here"
         for name in fields
-        if _content(name, getattr(there, name)) != _content(name, getattr(here, name))
+        if _resolved(getattr(there, name)) != _resolved(getattr(here, name))
     ]
 
 
-def _content(name: str, value: Any) -> Any:
-    """A value that is equal for two paths to the same directory or template."""
-    if name == "model" and Path(value).exists():
-        return Path(value).resolve()
-    if name == "chat_template" and value is not None and Path(value).is_file():
-        return Path(value).read_bytes()
-    return value
-
-
-def _ignored(path: str, there: Recipe, first: str, here: Recipe) -> list[str]:
-    sides = [(name, getattr(there.eval, name), getattr(here.eval, name)) for name in SHARED]
-    words = [f"eval.{name} {other!r} (here {mine!r})" for name, other, mine in sides if other != mine]
-    notes = [f"{path} says {', '.join(words)}; all contenders are measured as {first} says"] if words else []
-    if there.eval.also and there.eval.also != here.eval.also:
-        notes.append(f"{path} is compared by its main contender alone; those under its eval.also are left out")
-    return notes
+def _resolved(value: Any) -> Any:
+    """A value that is equal for two spellings of the same path."""
+    return Path(value).resolve() if isinstance(value, str) and Path(value).exists() else value

@@ -31,15 +31,13 @@ token of the target. Only the last round may lack it (last_round_cut).
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.eval.decoding.decode import Generation
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.json_text import json_object
-
-if TYPE_CHECKING:  # the report is built again without loading torch
-    from transformers import PreTrainedTokenizerBase
-
-    from draftsmith.eval.decoding.decode import Generation
 
 NEEDED = ("benchmark", "conversation_id", "turn", "accepted_per_round", "tree_nodes")
 UNUSABLE = (
@@ -50,12 +48,10 @@ LEFT_OUT = ("pictures", "inner_accepted", "drafted_by", "moved", "image")  # whe
 WINDOW = 4  # most tokens per character: UTF-8 has at most four bytes
 
 
-def record_of(
-    generation: "Generation", contender: str, text: str, shown: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def record_of(generation: Generation, contender: str, text: str, shown: dict[str, Any]) -> dict[str, Any]:
     """A line of generations.jsonl. `shown` is the main contender's `question` and `token_texts`."""
     fields = {key: value for key, value in vars(generation).items() if value or key not in LEFT_OUT}
-    return {"contender": contender} | fields | {"text": text} | (shown or {})
+    return {"contender": contender} | fields | {"text": text} | shown
 
 
 def read_generations(path: Path, contender: str) -> Iterator[dict[str, Any]]:
@@ -75,7 +71,7 @@ def read_generations(path: Path, contender: str) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """Each token's part of the text. Joined they are the answer with its special tokens written out.
 
     A token's text depends on its neighbours (SentencePiece's blanks, bytes of a character), so each is the difference

@@ -20,15 +20,15 @@
     fastest_ratio           tokens per second of the fastest contender that drafts, over this one's. That one was
                             chosen on the same prompts, so the ratio is a little too good
     matches_target          measured: every greedy answer equals plain decoding's of the same run and precision, token
-                            for token; null if answers were drawn. False is a defect in float32. In bfloat16 and
-                            float16, and with int8 or int4 weights, it is rounding: a forward over several tokens rounds
-                            differently from one over a single token
+                            for token; null if answers were drawn. False is a defect in float32. In lower
+                            precisions it is rounding: a forward over several tokens rounds differently from one over a
+                            single token
     matching_share          the share of these answers; null if answers were drawn
     inner_tau               of a hierarchy: tokens per verification by its small model, the bonus token included; null
                             for all others. tau is the target's
-    drafted_by              of proposers with several sources (SAM, a router): of each, the share of the rounds in which
-                            it drafted, and its share of the accepted tokens; {} for all others. In a fused round two
-                            sources draft; a token that both drafted counts as the drafter's
+    drafted_by              of proposers with several sources (SAM, a router): each source's share of the rounds and of
+                            the accepted tokens; {} for all others. In a fused round two sources draft; a token that
+                            both drafted counts as the drafter's
     total_variation         of a relaxed rule (LANTERN): the mean over the answers' tokens, without their first, of the
                             total variation between the law that a token was drawn from and the target's (trees of
                             drawn tokens: of a number whose mean is at least that); greedy: of the probability, at
@@ -37,15 +37,15 @@
                             exact arithmetic. It can be true while matches_target is false
 
 Only tokens in the answer count: none after a stop token, none beyond the budget. Times exclude the prefill. Intervals
-are 95 % bootstrap intervals over conversations. All contenders answer the same conversations and are resampled
-together, so the intervals of ratios are paired: the difficulty of a prompt cancels, and two contenders can differ
-clearly even if their own intervals overlap.
+are 95 % bootstrap intervals over conversations. All contenders are resampled together, so the intervals of ratios are
+paired: the difficulty of a prompt cancels, and two contenders can differ clearly even if their own intervals overlap.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,6 @@ from draftsmith.eval.decoding.decode import Generation
 
 BOOTSTRAP_SAMPLES = 2000  # resamplings of the prompts for each interval
 INTERVAL = (2.5, 97.5)  # percentiles of the bootstrap: 95 %
-CHUNK = 200  # resamplings multiplied at a time: their counts are floats then
 # Columns of the sums. The last two are per conversation, the others per turn.
 SUMMED = (
     *("tokens", "rounds", "accepted", "nodes", "calls", "draft", "verify", "seconds"),
@@ -80,7 +79,7 @@ class Turns:
     Args:
         generations, baseline, main, fastest: one each per turn, in the same order; plain decoding's, the main
             contender's, and the fastest one's.
-        own_plain: plain decoding's in the contender's precision; None: `baseline`.
+        own_plain: plain decoding's in the contender's precision.
 
     Attributes:
         sums: [turns, len(SUMMED)].
@@ -97,28 +96,21 @@ class Turns:
         baseline: Sequence[Generation],
         main: Sequence[Generation],
         fastest: Sequence[Generation],
-        own_plain: Sequence[Generation] | None = None,
+        own_plain: Sequence[Generation],
     ):
-        pairs = list(zip(generations, baseline, strict=True))
-        depth = 1 + max((max(g.accepted_per_round, default=0) for g, _ in pairs), default=0)
         self.sums = np.array([_sums(*turn) for turn in zip(generations, baseline, main, fastest, strict=True)], float)
-        accepted = [np.array(g.accepted_per_round, dtype=int) for g, _ in pairs]  # an empty list would become floats
-        self.histogram = np.array([np.bincount(each, minlength=depth) for each in accepted])
-        # Rounds that accepted at least i tokens tried position i, unless they were cut there.
-        at_least = self.histogram[:, ::-1].cumsum(1)[:, ::-1]
-        self.accepted = at_least - self.histogram
-        self.reached = at_least.copy()
-        for row, (g, _) in enumerate(pairs):
-            last = len(g.accepted_per_round) - 1
-            for i, (accepted, most) in enumerate(zip(g.accepted_per_round, g.tried, strict=True)):
-                if accepted == most or (i == last and g.last_round_cut):
-                    self.reached[row, accepted] -= 1
+        depth = 1 + max((max(g.accepted_per_round, default=0) for g in generations), default=0)
+        self.histogram, self.reached, self.accepted = np.zeros((3, len(generations), depth), int)
+        for row, g in enumerate(generations):
+            for i, (accepted, most) in enumerate(zip(g.accepted_per_round, g.tried, strict=True), start=1):
+                rejected = accepted < most and not (g.last_round_cut and i == g.rounds)
+                self.histogram[row, accepted] += 1
+                self.accepted[row, :accepted] += 1
+                self.reached[row, : accepted + rejected] += 1
         self.conversations = np.array(conversation_numbers(generations))
         self.drafted_by = [g.drafted_by for g in generations]
         self.relaxed = any(g.moved for g in generations)
-        self.equal = np.array(
-            [g.token_ids == p.token_ids for g, p in zip(generations, own_plain or baseline, strict=True)]
-        )
+        self.equal = np.array([g.token_ids == p.token_ids for g, p in zip(generations, own_plain, strict=True)])
 
 
 def conversation_numbers(generations: Sequence[Generation]) -> list[int]:
@@ -136,30 +128,24 @@ def _sums(g: Generation, plain: Generation, main: Generation, fastest: Generatio
 
 
 def summarise(
-    generations: Sequence[Generation],
-    baseline: Sequence[Generation],
-    bootstrap_samples: int,
-    seed: int,
-    sampled: bool = False,
+    generations: Sequence[Generation], baseline: Sequence[Generation], seed: int, sampled: bool = False
 ) -> dict[str, Any]:
-    """acceptance.json's numbers for one contender alone against plain decoding of the same prompts in the same run.
+    """acceptance.json's numbers for one contender alone against plain decoding of the same turns, in the same order.
 
     Args:
-        generations, baseline: one each per turn, in the same order.
         sampled: the answers were drawn or replayed, so matches_target is null.
     """
-    turns = Turns(generations, baseline, generations, generations)
-    return _summary(turns, np.arange(len(generations)), bootstrap_samples, seed, sampled)
+    turns = Turns(generations, baseline, generations, generations, baseline)
+    return _summary(turns, np.arange(len(generations)), seed, sampled)
 
 
 def summarise_all(
     results: dict[str, list[Generation]],
     plain: str,
-    bootstrap_samples: int,
     seed: int,
     sampled: bool = False,
     main: str | None = None,
-    own_plain: Mapping[str, str] | None = None,
+    own_plain: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, dict[str, Any]]:
     """The numbers of every contender, in total and by part.
 
@@ -179,10 +165,10 @@ def summarise_all(
     """
     baseline = results[plain]
     first = results[main or next((name for name in results if name != plain), plain)]
-    drafting = [name for name in results if name not in (plain, *(own_plain or {}).values())]
+    drafting = [name for name in results if name not in (plain, *own_plain.values())]
     fastest = results[min(drafting, key=lambda name: _seconds_a_token(results[name]), default=plain)]
     tables = {
-        name: Turns(generations, baseline, first, fastest, results[(own_plain or {}).get(name, plain)])
+        name: Turns(generations, baseline, first, fastest, results[own_plain.get(name, plain)])
         for name, generations in results.items()
     }
     parts: dict[str, dict[str, list[int]]] = {"benchmarks": {}, "categories": {}, "turns": {}}
@@ -193,9 +179,7 @@ def summarise_all(
         parts["turns"].setdefault("1" if g.turn == 1 else "2", []).append(row)
 
     def numbers(rows: list[int]) -> dict[str, Any]:
-        return {
-            name: _summary(table, np.array(rows), bootstrap_samples, seed, sampled) for name, table in tables.items()
-        }
+        return {name: _summary(table, np.array(rows), seed, sampled) for name, table in tables.items()}
 
     total = numbers(list(range(len(baseline))))
     return {"contenders": total} | {
@@ -209,7 +193,7 @@ def _seconds_a_token(generations: Sequence[Generation]) -> float:
     return sum(g.decode_seconds for g in generations) / tokens if tokens else math.inf
 
 
-def _summary(turns: Turns, rows: np.ndarray, bootstrap_samples: int, seed: int, sampled: bool) -> dict[str, Any]:
+def _summary(turns: Turns, rows: np.ndarray, seed: int, sampled: bool) -> dict[str, Any]:
     _, conversation = np.unique(turns.conversations[rows], return_inverse=True)
     depth = turns.histogram.shape[1]
     per_turn = np.concatenate((turns.sums[rows], turns.reached[rows], turns.accepted[rows]), axis=1)
@@ -224,7 +208,7 @@ def _summary(turns: Turns, rows: np.ndarray, bootstrap_samples: int, seed: int, 
     histogram = turns.histogram[rows].sum(0)
     shares = _shares(turns.reached[rows].sum(0), turns.accepted[rows].sum(0))
     first = len(SUMMED)
-    interval = bootstrap(per_prompt, bootstrap_samples, seed)
+    interval = bootstrap(per_prompt, seed)
 
     def value(statistic: Statistic, digits: int = 4) -> float | None:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -312,8 +296,7 @@ def _overhead(s: np.ndarray) -> np.ndarray:
 def _predicted(s: np.ndarray) -> np.ndarray:
     """Speed-up from the cost model tau * T_t / (T_draft + T_v(n)), in which only the forwards cost time.
 
-    T_t is one round of plain decoding; T_draft and T_v are means over this run's rounds. tau and these means are all
-    per round, which cancels.
+    T_t is one round of plain decoding; tau, T_draft and T_v are means over this run's rounds, whose number cancels.
     """
     forwards = s[:, COLUMN["draft"]] + s[:, COLUMN["verify"]]
     return s[:, COLUMN["tokens"]] / forwards * s[:, COLUMN["plain_seconds"]] / s[:, COLUMN["plain_rounds"]]
@@ -326,7 +309,7 @@ def _shares(reached: np.ndarray, accepted: np.ndarray) -> list[float]:
     return shares
 
 
-def bootstrap(per_prompt: np.ndarray, samples: int, seed: int) -> Callable[[Statistic], list[float] | None]:
+def bootstrap(per_prompt: np.ndarray, seed: int) -> Callable[[Statistic], list[float] | None]:
     """95 % intervals of statistics of column sums, resampling prompts (answers of one prompt are not independent).
 
     Returns:
@@ -335,8 +318,7 @@ def bootstrap(per_prompt: np.ndarray, samples: int, seed: int) -> Callable[[Stat
     """
     if len(per_prompt) < 2:
         return lambda statistic: None
-    draws = _draws(len(per_prompt), samples, seed)
-    sums = np.concatenate([draws[i : i + CHUNK].astype(float) @ per_prompt for i in range(0, samples, CHUNK)])
+    sums = _draws(len(per_prompt), BOOTSTRAP_SAMPLES, seed) @ per_prompt
 
     def interval(statistic: Statistic) -> list[float] | None:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -350,8 +332,5 @@ def bootstrap(per_prompt: np.ndarray, samples: int, seed: int) -> Callable[[Stat
 
 @lru_cache(maxsize=1)  # contenders are summarised in turn on the same prompts
 def _draws(prompts: int, samples: int, seed: int) -> np.ndarray:
-    """[samples, prompts] number of draws of each prompt; 40 MB for 10,000 prompts."""
-    random = np.random.default_rng(seed)
-    chances = np.full(prompts, 1 / prompts)
-    sizes = [min(CHUNK, samples - i) for i in range(0, samples, CHUNK)]
-    return np.concatenate([random.multinomial(prompts, chances, size).astype(np.uint16) for size in sizes])
+    """[samples, prompts] number of draws of each prompt."""
+    return np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), samples).astype(float)

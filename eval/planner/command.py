@@ -1,7 +1,6 @@
 """Chooses how draft trees grow on this machine, behind eval/plan.py: prints the fastest trees, writes plan.json."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -21,14 +20,16 @@ from draftsmith.eval.planner.search import (
     measure,
     prepared,
     recipe_keys,
-    sampling_note,
 )
-from draftsmith.eval.replay.answers import RecordedAnswer, Recording, answer_tokens
-from draftsmith.eval.report_page.summary import interval_text
+from draftsmith.eval.replay.answers import answer_tokens, other_sampling
+from draftsmith.eval.report_page.summary import interval, number
 from draftsmith.models.formats.named_drafters import with_measured_drafters
 from draftsmith.models.loaded_models import LoadedModels
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.target import device_name
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.lock import alone_in
@@ -63,14 +64,24 @@ def main(command: Command) -> None:
         asked = recipe_questions(recipe, files, rejects)
     out = recipe.eval_out / "plan.json"
     if command.plan:
-        print_planner_plan(recipe, contenders, recording, answers, command.measure, len(asked), out)
+        names, most = [contender.name for contender in contenders], min(command.measure, len(contenders))
+        with PlanLines() as lines:
+            lines.line("candidates", f"{len(names)}: {'; '.join(names)}")
+            lines.line("replays", f"{len(answers)} answers, {answer_tokens(answers):,} tokens, from {recording.path}")
+            lines.line("measures", f"the costs of a round at {mean_context(answers)} tokens of context")
+            if most:
+                lines.line("decodes", f"{len(asked)} prompts plainly and by the best {most} candidates")
+            seconds = f"about {recipe.eval.planner.seconds:g} s"
+            lines.line("time", f"{seconds}; more if a first look at all candidates takes longer")
+            lines.writes(out)
         return
+    device_name(recipe.target.device)  # refuses a device before anything is written
     with alone_in(recipe.eval_out):
         models = LoadedModels(files)
         plan = make_plan(models, recipe, contenders, recording, answers)
         if command.measure:
             measure(models, recipe, plan, command.measure, asked, rejects)
-        print_result(plan, recipe, planned)
+        print_result(plan, recipe)
         write_plan(recipe, plan, models, out)
     print(f"written: {out}")
 
@@ -84,37 +95,17 @@ def choose_tree(models: LoadedModels, recipe: Recipe, contender: Contender) -> T
         UserError: no recorded answers, another target's, or impossible candidates.
     """
     plan = make_plan(models, recipe, *prepared(recipe, models.files, contender, candidates_of(recipe, contender.tree)))
-    print_result(plan, recipe, contender)
+    print_result(plan, recipe)
     return plan.rows[0].tree
 
 
-# What is printed.
-
-
-def print_planner_plan(
-    recipe: Recipe,
-    contenders: Sequence[Contender],
-    recording: Recording,
-    answers: Sequence[RecordedAnswer],
-    most: int,
-    prompts: int,
-    out: Path,
-) -> None:
-    print(f"candidates   {len(contenders)}: {'; '.join(contender.name for contender in contenders)}")
-    print(f"replays      {len(answers)} answers, {answer_tokens(answers):,} tokens, from {recording.path}")
-    print(f"measures     the costs of a round at {mean_context(answers)} tokens of context")
-    if most:
-        print(f"decodes      {prompts} prompts plainly and by the best {min(most, len(contenders))} candidates")
-    print(f"time         about {recipe.eval.planner.seconds:g} s; more if a first look at all candidates takes longer")
-    print(f"writes       {out}")
-
-
-def print_result(plan: Plan, recipe: Recipe, planned: Contender) -> None:
+def print_result(plan: Plan, recipe: Recipe) -> None:
     """Prints the fastest candidates, notes on their reliability, and the recipe line of the first."""
-    if planned.router is not None:
-        print("note: the drafter's trees are planned as if it drafted alone: rounds of the router's SAM are left out")
-    if note := sampling_note(recipe, plan.answers):
-        print(f"note: {note}")
+    if settings := other_sampling(plan.answers, Sampling.of(recipe.eval)):
+        print(
+            f"note: eval.planner.answers were drawn with other settings ({settings}) than eval.temperature, top_p and "
+            "top_k; tau is predicted for answers like those"
+        )
     print_ranking(plan)
     print(plan.effort)
     if plan.costs.busy:
@@ -137,9 +128,9 @@ def print_ranking(plan: Plan) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     lines = [(1.0, Text(PLAIN, style="bold" if plan.best is None else ""), ["1.0", "1.00", "1.00"])]
     for row in shown:
-        cells = [f"{row.numbers['tree_nodes_per_round']:.1f}", f"{row.numbers['tau']:.2f}"]
+        cells = [number(row.numbers["tree_nodes_per_round"], 1), number(row.numbers["tau"])]
         for numbers in filter(None, (row.numbers, row.measured)):
-            cells += [f"{numbers['speedup']:.2f}", interval_text(numbers["speedup_interval"])]
+            cells += [number(numbers["speedup"]), interval(numbers["speedup_interval"])]
         lines.append((row.speedup, Text(row.name, style="bold" if row is plan.best else ""), cells))
     for _, name, cells in sorted(lines, key=lambda line: -line[0]):
         table.add_row(name, *cells)
@@ -164,11 +155,7 @@ def print_choice(plan: Plan) -> None:
     print(f"In the recipe:\n\neval:\n  tree: {{{as_yaml(first.tree)}}}\n")
 
 
-# What is written.
-
-
 def write_plan(recipe: Recipe, plan: Plan, models: LoadedModels, path: Path) -> None:
-    """Writes plan.json atomically."""
     rows = [
         {"name": row.name, "tree": recipe_keys(row.tree)}
         | {"answers": len(row.rounds), "round_milliseconds": round(1e3 * row.seconds, 4)}

@@ -1,8 +1,7 @@
 """The planner's search: predicts which draft trees are fastest on this machine.
 
 Every candidate is replayed along recorded answers (`eval.replay.replay`), which gives its rounds: tokens, nodes and
-draft calls. `eval.planner.measuring` measures the cost of such rounds. Both give the predicted speed-up over plain
-decoding.
+draft calls. `eval.planner.costs` measures the cost of such rounds. Both give the speed-up over plain decoding.
 """
 
 import json
@@ -17,9 +16,8 @@ import yaml
 from draftsmith.eval.decoding.contenders import Contender, check_contenders, loaded_proposer
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measurement.benchmarks import PLAIN, Question, decode_all
-from draftsmith.eval.measurement.metrics import BOOTSTRAP_SAMPLES, summarise, summarise_all
-from draftsmith.eval.planner.cost_model import Costs, predicted
-from draftsmith.eval.planner.measuring import keep_known, measure_costs, read_known, room_for
+from draftsmith.eval.measurement.metrics import summarise, summarise_all
+from draftsmith.eval.planner.costs import Costs, keep_known, measure_costs, predicted, read_known, room_for
 from draftsmith.eval.replay.answers import (
     RecordedAnswer,
     Recording,
@@ -29,7 +27,6 @@ from draftsmith.eval.replay.answers import (
     check_recorded_from,
     errors_naming,
     kept_for_validation,
-    other_sampling,
     read_answers,
     with_rounds,
     with_their_pictures,
@@ -37,7 +34,6 @@ from draftsmith.eval.replay.answers import (
 from draftsmith.eval.replay.replay import Agreement, plain_rounds, replay_all
 from draftsmith.models.checkpoint import read_drafter_config
 from draftsmith.models.loaded_models import LoadedModels
-from draftsmith.models.prompt import Prompt
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target_files import TargetFiles
@@ -49,14 +45,14 @@ from draftsmith.recipes.sections.eval import TreeSection
 
 DEFAULT_CANDIDATES = (
     *({"policy": "chain", "nodes": tokens + 1} for tokens in range(1, 9)),
-    # nodes, draft calls, top_k: larger trees are deeper and wider.
+    # Larger trees are deeper and wider.
     *(
         {"policy": "eagle2", "nodes": nodes, "draft_calls": calls, "top_k": top_k}
-        for nodes, calls, top_k in (
-            *((8, 3, 4), (8, 4, 4), (16, 4, 4), (16, 5, 4), (16, 6, 4), (24, 4, 8), (24, 5, 8), (24, 6, 8)),
-            *((32, 4, 8), (32, 5, 8), (32, 6, 8), (48, 5, 10), (48, 6, 10), (48, 7, 10)),
-            *((60, 4, 10), (60, 5, 10), (60, 6, 10), (60, 7, 10), (60, 8, 10)),
+        for nodes, fewest, most, top_k in (
+            *((8, 3, 4, 4), (16, 4, 6, 4), (24, 4, 6, 8)),
+            *((32, 4, 6, 8), (48, 5, 7, 10), (60, 4, 8, 10)),
         )
+        for calls in range(fewest, most + 1)
     ),
     {"policy": "ddd", "nodes": 32},
     {"policy": "ddd", "nodes": 60},
@@ -112,9 +108,6 @@ class Plan:
         return self.rows[0] if self.rows[0].speedup > 1 else None
 
 
-# The candidates.
-
-
 def candidates_of(recipe: Recipe, asked: TreeSection | None = None) -> list[TreeSection]:
     """eval.planner.candidates, or the default ones.
 
@@ -124,7 +117,7 @@ def candidates_of(recipe: Recipe, asked: TreeSection | None = None) -> list[Tree
     Raises:
         UserError: an impossible candidate.
     """
-    trees = list(recipe.eval.planner.candidates) or [TreeSection.model_validate(tree) for tree in DEFAULT_CANDIDATES]
+    trees = recipe.eval.planner.candidates or [TreeSection.model_validate(tree) for tree in DEFAULT_CANDIDATES]
     problems = []
     for i, tree in enumerate(trees):
         where = f"eval.planner.candidates.{i}"
@@ -148,50 +141,29 @@ def recipe_keys(tree: TreeSection) -> dict[str, Any]:
 
 def as_yaml(tree: TreeSection) -> str:
     """These keys as a recipe writes them; a candidate's name."""
-    return yaml.safe_dump(recipe_keys(tree), default_flow_style=True, sort_keys=False, width=10_000).strip("{}\n")
+    flow = yaml.safe_dump(recipe_keys(tree), default_flow_style=True, sort_keys=False, width=10_000)
+    return flow.strip()[1:-1]
 
 
 def prepared(
     recipe: Recipe, files: TargetFiles, base: Contender, trees: Sequence[TreeSection], plan: bool = False
 ) -> tuple[list[Contender], Recording, list[RecordedAnswer]]:
-    """`base` with each of these trees, named, and `planner_answers`; all checked before weights are loaded.
+    """(`base` with each of these trees, named; the file of recorded answers; at most eval.planner.max_answers of them).
+
+    The answers are spread evenly over eval.planner.answers, or over the conversations that training keeps for
+    validation. All is checked before weights are loaded.
 
     Raises:
-        UserError: as `check_contenders` (which takes `plan`) and `planner_answers`.
+        UserError: as `check_contenders` (which takes `plan`); no answers, or another target's; trees too deep for the
+            target's positions.
     """
     # First without the trees, so that the drafter's faults are named once.
     check_contenders(recipe, files, [_with_tree(recipe, base, TreeSection(policy="auto"), base.place)], plan)
-    places = (f"eval.planner.candidates.{i}" for i in range(len(trees)))
     contenders = [
-        replace(_with_tree(recipe, base, tree, place), name=as_yaml(tree))
-        for tree, place in zip(trees, places, strict=True)
+        replace(_with_tree(recipe, base, tree, f"eval.planner.candidates.{i}"), name=as_yaml(tree))
+        for i, tree in enumerate(trees)
     ]
     check_contenders(recipe, files, contenders, plan)
-    return contenders, *planner_answers(recipe, files, trees)
-
-
-def _with_tree(recipe: Recipe, base: Contender, tree: TreeSection, place: str = "") -> Contender:
-    counts = recipe.token_counts_path if tree.vocab_size is not None else None
-    # Of a router the drafter's own rounds are planned.
-    return replace(base, name="", tree=tree, place=place, token_counts=counts, router=None)
-
-
-# The recorded answers.
-
-
-def planner_answers(
-    recipe: Recipe, files: TargetFiles, trees: Sequence[TreeSection]
-) -> tuple[Recording, list[RecordedAnswer]]:
-    """A file of recorded answers, and at most eval.planner.max_answers of them, checked before weights are loaded.
-
-    They are spread evenly over eval.planner.answers, or over the conversations that training keeps for validation.
-
-    Args:
-        trees: their costs will be measured.
-
-    Raises:
-        UserError: no answers, or another target's; trees too deep for the target's positions.
-    """
     section, most = recipe.eval.planner, recipe.eval.planner.max_answers
     path = answers_or_conversations(section.answers, recipe, "eval.planner.answers")
     with errors_naming("eval.planner.answers"):
@@ -201,26 +173,19 @@ def planner_answers(
         answers = with_rounds(recording.of(PLAIN, PLAIN), path, "eval.planner.answers")
         if len(answers) > most:
             answers = [answers[i * len(answers) // most] for i in range(most)]
-        return recording, with_their_pictures(answers, files.tokenizer)
+        return contenders, recording, with_their_pictures(answers, files.tokenizer)
 
 
-def sampling_note(recipe: Recipe, answers: Sequence[RecordedAnswer]) -> str | None:
-    """A note if the answers were sampled with other settings than the evaluation's, because tau then differs."""
-    if (settings := other_sampling(answers, Sampling.of(recipe.eval))) is None:
-        return None
-    return (
-        f"eval.planner.answers were drawn with other settings ({settings}) than eval.temperature, top_p and top_k; tau "
-        "is predicted for answers like those"
-    )
+def _with_tree(recipe: Recipe, base: Contender, tree: TreeSection, place: str = "") -> Contender:
+    counts = recipe.token_counts_path if tree.vocab_size is not None else None
+    # Of a router the drafter's own rounds are planned.
+    return replace(base, name="", tree=tree, place=place, token_counts=counts, router=None)
 
 
 def mean_context(answers: Sequence[RecordedAnswer]) -> int:
     """Mean number of committed tokens before a round."""
     summed = sum(len(a.tokens) * (len(a.prompt) + len(a.tokens) / 2) for a in answers)
     return max(1, round(summed / answer_tokens(answers)))
-
-
-# The prediction, and the decoding that checks it.
 
 
 def make_plan(
@@ -244,8 +209,6 @@ def make_plan(
     section, sampling, agreement = recipe.eval, Sampling.of(recipe.eval), Agreement.of(models.target)
     began = time.monotonic()
     deadline = began + section.planner.seconds
-    with errors_naming("eval.planner.answers"):
-        check_recorded_from(recording, models.identity)
     rounds: dict[str, list[Generation]] = {contender.name: [] for contender in contenders}
     seen: list[RecordedAnswer] = []
     kept, costs, rows = list(contenders), None, list[Row]()
@@ -255,6 +218,7 @@ def make_plan(
         proposers = {contender.name: loaded_proposer(models, contender, sampling) for contender in kept}
         total = answer_tokens(some) * len(kept)
         with errors_naming("eval.planner.answers"), Bar(total=total, desc="replay", unit="token", leave=False) as bar:
+            check_recorded_from(recording, models.identity)
             batch = section.replay_batch_size
             for name, found in replay_all(models.target, proposers, some, batch, agreement, bar.update).items():
                 rounds[name] += found
@@ -265,10 +229,8 @@ def make_plan(
             deadline = max(deadline, time.monotonic() + section.planner.seconds / 3)
             costs = _costs(models, recipe, contenders, rounds, answers, (time.monotonic() + deadline) / 2)
         rows = ranked(costs, contenders, rounds, seen, section.seed)
-        best = rows[0].speedup
-        kept = [
-            row.contender for i, row in enumerate(rows[: len(kept)]) if i < SHOWN_ROWS or row.speedup > CLOSE * best
-        ]
+        enough = CLOSE * rows[0].speedup
+        kept = [row.contender for i, row in enumerate(rows[: len(kept)]) if i < SHOWN_ROWS or row.speedup > enough]
         if time.monotonic() + seconds_each * len(kept) > deadline:
             break
     assert costs is not None
@@ -285,21 +247,17 @@ def _costs(
     answers: Sequence[RecordedAnswer],
     deadline: float,
 ) -> Costs:
-    """The costs of the contenders' rounds, from the file or measured and kept there.
-
-    Args:
-        rounds: of each contender. C2T's trees are as large as its classifier allows.
-    """
-    sampling, path = Sampling.of(recipe.eval), recipe.planner_costs_path
+    """The costs of the contenders' rounds, from the file or measured and kept there. `rounds` are each contender's."""
+    sampling, path, first = Sampling.of(recipe.eval), recipe.planner_costs_path, contenders[0]
     context = mean_context(answers)
-    key = _depend_on(models, recipe, contenders[0], context)
+    key = _depend_on(models, recipe, first, context)
     known = read_known(path, key)
     before = len(known)
     costs = measure_costs(
         models.target,
-        lambda tree: loaded_proposer(models, _with_tree(recipe, contenders[0], tree), sampling),
+        lambda tree: loaded_proposer(models, _with_tree(recipe, first, tree), sampling),
         [_as_grown(contender.tree, rounds[contender.name]) for contender in contenders],
-        [Prompt.of(answer.prompt).then(answer.tokens) for answer in answers],
+        [[*answer.prompt, *answer.tokens] for answer in answers],
         context,
         sampling,
         recipe.eval.batch_size,
@@ -345,16 +303,12 @@ def ranked(
     answers: Sequence[RecordedAnswer],
     seed: int,
 ) -> list[Row]:
-    """Predictions, the fastest first; ties keep the given order. Contenders with fewer rounds come last.
-
-    Args:
-        rounds: of every contender, along all of `answers` or the first ones.
-    """
+    """Predictions, the fastest first. Contenders with rounds along only the first of the `answers` come last."""
     plain = predicted(costs, None, [plain_rounds(answer) for answer in answers])
     rows = []
     for contender in contenders:
         expected = predicted(costs, contender.tree, rounds[contender.name])
-        numbers = summarise(expected, plain[: len(expected)], BOOTSTRAP_SAMPLES, seed, sampled=True)
+        numbers = summarise(expected, plain[: len(expected)], seed, sampled=True)
         rows.append(Row(contender, expected, numbers))
     return sorted(rows, key=lambda row: (-len(row.rounds), -row.speedup))
 
@@ -366,7 +320,6 @@ def measure(
     rows = plan.rows[:most]
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         results = decode_all(models, recipe, [row.contender for row in rows], asked, nowhere, rejects)
-    settings = BOOTSTRAP_SAMPLES, recipe.eval.seed
-    measured = summarise_all(results, PLAIN, *settings, sampled=recipe.eval.temperature > 0)["contenders"]
+    measured = summarise_all(results, PLAIN, recipe.eval.seed, sampled=recipe.eval.temperature > 0)["contenders"]
     for row in rows:
         row.measured = measured[row.name]

@@ -11,12 +11,11 @@ line that cannot be used is an error: skipping lines would select answers by acc
 
 import heapq
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.models.chat import FINGERPRINT_COVERS, reads_pictures, with_pictures
@@ -29,7 +28,6 @@ from draftsmith.recipes.held_out import validation_rank
 from draftsmith.recipes.prompts.picture_parts import pictures_of
 from draftsmith.recipes.schema import Recipe
 
-SHOWN_FAULTS = 3
 EVERYONE = ""  # contender name of answers in conversations: they serve all contenders
 # Keys that identify a target.
 IDENTITY = ("tokenizer_fingerprint", "embedding_digest", "vision_digest", "adapter", "quantization", "guidance")
@@ -53,10 +51,6 @@ class RecordedAnswer:
     def key(self) -> tuple[str, str, int]:
         return self.benchmark, self.conversation_id, self.turn
 
-    @property
-    def known_greedy(self) -> bool:
-        return self.sampling is not None and self.sampling.greedy
-
 
 @dataclass
 class Recording:
@@ -77,7 +71,7 @@ class Recording:
             UserError: the file has none of these, or the contender's own are not the target's.
         """
         if contender in self.relaxed:
-            raise _not_lossless(self.path, f"the answers of {contender!r} in ")
+            raise _not_lossless(f"{self.path}: the answers of {contender!r}")
         for name in (contender, plain, EVERYONE):
             if name in self.answers:
                 return self.answers[name]
@@ -88,79 +82,8 @@ class Recording:
             f"and none of {plain!r}"
         )
 
-    def described(self, agreement: str) -> dict[str, Any]:
-        """The entry about these answers in files of numbers."""
-        return {"file": str(self.path), "agreement": agreement, "note": self.note or None}
-
     def __iter__(self) -> Iterator[RecordedAnswer]:
         return (answer for answers in self.answers.values() for answer in answers)
-
-
-Token = Annotated[int, Field(ge=0, lt=1 << 31)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
-Text = InstanceOf[str]  # allows lone surrogates
-
-
-class _Shape(BaseModel):
-    """Only the keys that are read are checked, strictly: a number given as text is an error."""
-
-    model_config = ConfigDict(strict=True)
-
-
-SomeShape = TypeVar("SomeShape", bound=_Shape)
-
-
-def _check(content: dict[str, Any], shape: type[SomeShape]) -> SomeShape:
-    """`content` as this shape. Raises ValueError with the first wrong key."""
-    try:
-        return shape.model_validate(content)
-    except ValidationError as error:
-        first, *others = error.errors(include_url=False, include_input=False)
-        where = ".".join(map(str, first["loc"]))
-        more = f" ({len(others)} more problems)" if others else ""
-        raise ValueError(f"{where}: {first['msg']}{more}") from None
-
-
-class _Picture(_Shape):
-    path: Text
-    sha256: Text | None = None
-
-
-class _GenerationLine(_Shape):
-    contender: Text
-    benchmark: Text
-    category: Text | None
-    conversation_id: Text
-    turn: Annotated[int, Field(ge=0)]
-    pictures: list[_Picture] = []
-    prompt_token_ids: Tokens
-    token_ids: Tokens
-
-
-class _Turn(_Shape):
-    prompt_token_ids: Tokens
-    output_token_ids: Tokens
-
-
-class _Generator(_Shape):
-    tokenizer_fingerprint: str | None = None
-    embedding_digest: str | None = None
-    vision_digest: str | None = None
-    adapter: str | None = None
-    quantization: str | None = None
-    guidance: str | None = None
-    temperature: float | None = None
-    top_p: float = 1.0
-    top_k: int = 0
-    lossless: bool = True  # written only where it is false
-
-
-class _ConversationLine(_Shape):
-    id: Text
-    turns: Annotated[list[_Turn], Field(min_length=1)]
-    generator: _Generator = _Generator()
-    messages: Annotated[list[dict[str, Any]], Field(default_factory=list)]
-    meta: dict[str, Any] | None = None
 
 
 def read_answers(
@@ -178,12 +101,10 @@ def read_answers(
         only: ids of the conversations to read; None: all.
 
     Raises:
-        UserError: no such file, unusable or repeated lines, or no answer.
+        UserError: no such file, an unusable line, or no answer.
     """
     recording = Recording(path)
     seen: dict[tuple[str, str], set[str]] = {}
-    places: dict[tuple[str, tuple[str, str, int]], str] = {}  # of each contender's answer to each turn
-    faults: list[str] = []
     drawn, recorded_from, relaxed = _beside(path)
     try:
         file = path.open("rb")
@@ -198,16 +119,14 @@ def read_answers(
                 continue
             place = f"{path}:{number}"
             try:
-                contender, answers, identity = _answers_of(_loaded(line), place, drawn or sampling)
-                for answer in answers:
-                    if (before := places.setdefault((contender, answer.key), place)) != place:
-                        raise ValueError(
-                            f"{'' if contender == EVERYONE else f'{contender!r}: '}the answer to turn {answer.turn} of "
-                            f"{answer.conversation_id!r} is there twice, first at {before}"
-                        )
+                contender, answers, identity = _answers_of(json_object(line), place, drawn or sampling)
             except ValueError as error:
-                faults.append(f"eval.answers: {place}: {error}")
-                continue
+                raise UserError(f"eval.answers: {place}: {error}") from None
+            except (KeyError, TypeError, AttributeError):
+                raise UserError(
+                    f"eval.answers: {place}: neither a line of generations.jsonl nor a regenerated conversation with "
+                    "the token ids of its turns"
+                ) from None
             if contender in relaxed:
                 recording.relaxed.add(contender)
                 continue
@@ -224,24 +143,9 @@ def read_answers(
             identity = identity if contender == EVERYONE else recorded_from
             if identity and all(identity != known for _, known in recording.identities):
                 recording.identities.append((place, identity))
-    if faults:
-        more = [f"eval.answers: {path}: {len(faults):,} lines cannot be used; these are the first {SHOWN_FAULTS}"]
-        raise UserError([*(more if len(faults) > SHOWN_FAULTS else []), *faults[:SHOWN_FAULTS]])
     if not any(recording.answers.values()):
-        raise _not_lossless(path) if recording.relaxed else UserError(f"eval.answers: {path} holds no answers")
+        raise _not_lossless(str(path)) if recording.relaxed else UserError(f"eval.answers: {path} holds no answers")
     return recording
-
-
-def _loaded(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line. Raises ValueError if there is none."""
-    try:
-        return json_object(line)
-    except ValueError:
-        if line.endswith(b"\n"):
-            raise
-        raise ValueError(
-            "the file is cut off: its last line is not whole; delete that line, or have the file written to its end"
-        ) from None
 
 
 def kept_for_validation(path: Path, most: int, of: int = 5) -> set[str]:
@@ -251,19 +155,15 @@ def kept_for_validation(path: Path, most: int, of: int = 5) -> set[str]:
         most: train.validation_conversations.
         of: keeps at most one conversation in so many; training keeps one in five.
 
-    Training also leaves out conversations that it cannot use for other reasons than short answers. With such ones and
-    few conversations, the last id returned may be trained on.
+    Training leaves out more conversations that it cannot use. With few, the last id returned may be trained on.
     """
     ids = set()
     with path.open("rb") as file:
         for line in file:
-            try:
+            with suppress(ValueError, KeyError, TypeError):  # `read_answers` reports it
                 record = json_object(line)
-                _check(record, _ConversationLine)
-            except ValueError:  # `read_answers` reports it
-                continue
-            if any(len(turn["output_token_ids"]) > 1 for turn in record["turns"]):  # a single token trains nothing
-                ids.add(record["id"])
+                if any(len(turn["output_token_ids"]) > 1 for turn in record["turns"]):  # a single token trains nothing
+                    ids.add(record["id"])
     return set(heapq.nsmallest(min(most, len(ids) // of), ids, key=validation_rank))
 
 
@@ -314,34 +214,30 @@ def errors_naming(key: str) -> Iterator[None]:
 def _answers_of(
     record: dict[str, Any], place: str, sampling: Sampling | None
 ) -> tuple[str, list[RecordedAnswer], dict[str, Any]]:
-    """(contender, answers, target identity) of a line. Raises ValueError if it is of neither kind."""
+    """(contender, answers, target identity) of a line. Raises KeyError, TypeError or ValueError if it is unusable."""
     if "contender" in record:
-        one = _check(record, _GenerationLine)
-        turn = (one.benchmark, one.category, one.conversation_id, one.turn)
-        shown = [picture.model_dump(exclude_none=True) for picture in one.pictures]
-        return one.contender, [RecordedAnswer(one.prompt_token_ids, one.token_ids, sampling, *turn, place, shown)], {}
-    if not isinstance(record.get("turns"), list):
-        raise ValueError(
-            "neither a line of generations.jsonl nor a regenerated conversation with the token ids of its turns"
-        )
-    line = _check(record, _ConversationLine)
-    generator, meta = line.generator, line.meta or {}
-    if not generator.lossless:
+        tokens, whose = (record["prompt_token_ids"], record["token_ids"]), (record["benchmark"], record["category"])
+        turn = record["conversation_id"], record["turn"]
+        answer = RecordedAnswer(*tokens, sampling, *whose, *turn, place, _named(record.get("pictures", [])))
+        return record["contender"], [answer], {}
+    generator, meta = record.get("generator", {}), record.get("meta") or {}
+    if not generator.get("lossless", True):
         raise ValueError("written by an acceptance rule that is not lossless; replay needs the target's own answers")
     sampling = None
-    if generator.temperature is not None:
-        sampling = Sampling(generator.temperature, generator.top_p, generator.top_k)
-    benchmark, category = meta.get("benchmark", ""), meta.get("category")
-    benchmark = benchmark if isinstance(benchmark, str) else ""
-    category = category if isinstance(category, str) else None
-    # All of the conversation: a turn's prompt shows as many as it has placeholders.
-    shown = [_check(part, _Picture).model_dump(exclude_none=True) for part in pictures_of(line.messages)]
-    about = sampling, benchmark, category, line.id
+    if generator.get("temperature") is not None:
+        sampling = Sampling(generator["temperature"], generator.get("top_p", 1.0), generator.get("top_k", 0))
+    # All pictures of the conversation: a turn's prompt shows as many as it has placeholders.
+    pictures = _named(pictures_of(record.get("messages", [])))
+    about = sampling, meta.get("benchmark") or "", meta.get("category"), record["id"]
     answers = [
-        RecordedAnswer(t.prompt_token_ids, t.output_token_ids, *about, number, place, shown)
-        for number, t in enumerate(line.turns, start=1)
+        RecordedAnswer(turn["prompt_token_ids"], turn["output_token_ids"], *about, number, place, pictures)
+        for number, turn in enumerate(record["turns"], start=1)
     ]
-    return EVERYONE, answers, _known(generator.model_dump())
+    return EVERYONE, answers, _known(generator)
+
+
+def _named(pictures: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
+    return [{key: each[key] for key in ("path", "sha256") if key in each} for each in pictures]
 
 
 def other_sampling(answers: Iterable[RecordedAnswer], here: Sampling) -> str | None:
@@ -354,21 +250,15 @@ def other_sampling(answers: Iterable[RecordedAnswer], here: Sampling) -> str | N
 
 def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any], set[str]]:
     """The sampling settings and the target of the answers, and the contenders with a rule that is not lossless
-    (`accept.Acceptance`), from acceptance.json beside a generations.jsonl.
-
-    A token of theirs is not always what the target says; replay would count wrong tokens as right.
-    """
+    (`accept.Acceptance`), from acceptance.json beside a generations.jsonl. Replay would count wrong tokens of the
+    latter as right."""
     try:
         content = json_object((path.parent / "acceptance.json").read_bytes())
-        sampling = Sampling(float(content["temperature"]), float(content["top_p"]), int(content["top_k"]))
+        sampling = Sampling(content["temperature"], content["top_p"], content["top_k"])
+        relaxed = {name for name, row in content["contenders"].items() if not row["lossless"]}
     except (OSError, ValueError, KeyError, TypeError):
         return None, {}, set()
-    rows = content.get("contenders")
-    rows = {name: row for name, row in rows.items() if isinstance(row, dict)} if isinstance(rows, dict) else {}
-    identity = content.get("target_identity")
-    identity = identity if isinstance(identity, dict) else {}
-    relaxed = {name for name, row in rows.items() if row.get("lossless") is False}
-    return sampling, _known(identity), relaxed
+    return sampling, _known(content.get("target_identity", {})), relaxed
 
 
 def _known(identity: dict[str, Any]) -> dict[str, Any]:
@@ -378,18 +268,15 @@ def _known(identity: dict[str, Any]) -> dict[str, Any]:
     return {"adapter": None, "quantization": None, "guidance": None, **known} if known else {}
 
 
-def _not_lossless(path: Path, whose: str = "") -> UserError:
+def _not_lossless(answers: str) -> UserError:
     return UserError(
-        f"eval.answers: {whose}{path} {'were' if whose else 'was'} decoded by an acceptance rule that is not lossless; "
-        "replay needs the target's own answers. Decode or regenerate them with a lossless rule"
+        f"eval.answers: {answers}: written by an acceptance rule that is not lossless; replay needs the target's own "
+        "answers. Decode or regenerate them with a lossless rule"
     )
 
 
 def with_their_pictures(answers: Iterable[RecordedAnswer], tokenizer: PreTrainedTokenizerBase) -> list[RecordedAnswer]:
-    """The answers, with each picture in the prompt that shows it.
-
-    Args:
-        tokenizer: the target's, `TargetFiles.tokenizer`.
+    """The answers, with each picture in the prompt that shows it. `tokenizer` is `TargetFiles.tokenizer`.
 
     Raises:
         UserError: a picture is missing or has changed, is not what the placeholders were written for, or the target
@@ -418,20 +305,17 @@ def with_their_pictures(answers: Iterable[RecordedAnswer], tokenizer: PreTrained
 # Checks against a target.
 
 
-def check_answers(recording: Recording, vocab_size: int, positions: int) -> None:
-    """Checks before the target is loaded that it can have written these tokens and lengths.
-
-    Raises:
-        UserError: names the first bad line.
-    """
+def check_answers_before_loading(recording: Recording, target: TargetFiles) -> None:
+    """Raises UserError for the first line that the target, by its files, cannot have written."""
+    check_recorded_from(recording, target.identity)
+    vocab_size, positions = target.text_config.vocab_size, target.positions
     for answer in recording:
-        highest = max(*answer.prompt, *answer.tokens)
+        highest, length = max(*answer.prompt, *answer.tokens), len(answer.prompt) + len(answer.tokens)
         if highest >= vocab_size:
             raise UserError(
                 f"eval.answers: {answer.place}: token {highest} is outside the target's vocabulary of {vocab_size} "
                 "tokens: these are another target's answers"
             )
-        length = len(answer.prompt) + len(answer.tokens)
         if length > positions:
             raise UserError(
                 f"eval.answers: {answer.place}: prompt and answer are {length} tokens, the target has {positions} "
@@ -439,21 +323,8 @@ def check_answers(recording: Recording, vocab_size: int, positions: int) -> None
             )
 
 
-def check_answers_before_loading(recording: Recording, target: TargetFiles) -> None:
-    """`check_recorded_from` and `check_answers` from the target's config and tokenizer."""
-    check_recorded_from(recording, target.identity)
-    check_answers(recording, target.text_config.vocab_size, target.positions)
-
-
 def check_recorded_from(recording: Recording, here: dict[str, Any]) -> None:
-    """Refuses answers that were recorded from another target.
-
-    Args:
-        here: this target's identity, as far as it is known (`TargetFiles.identity`).
-
-    Raises:
-        UserError: names both sides.
-    """
+    """Raises UserError for answers of another target than `here`, an identity as far as it is known."""
     for place, identity in recording.identities:
         for key, there in identity.items():
             if key in here and here[key] != there:

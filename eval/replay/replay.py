@@ -1,10 +1,5 @@
 """Acceptance from recorded answers: the rounds of decoding, without the target in the loop.
 
-    python eval/acceptance.py recipes/demo.yaml eval.mode=replay                             # of its own last run
-    python eval/acceptance.py recipes/demo.yaml eval.mode=replay eval.answers=runs/demo/conversations.jsonl
-
-The latter replays the conversations that training keeps for validation; on trained ones tau would be too high.
-
 A drafted tree depends only on the target's states of the committed tokens: accepted positions reach a drafter with the
 target's own states, never with drafted ones. Acceptance depends only on the target's next tokens. So the target reads
 each answer once, all positions in one pass, and the decoding loop (`decode.decode`) follows it with a
@@ -27,6 +22,7 @@ Shapes: B rows, N nodes, n positions, F captured states, V vocabulary; P positio
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -58,12 +54,7 @@ class RecordedVerifier:
         target: used only for the embeddings of tokens.
     """
 
-    def __init__(
-        self,
-        answers: Sequence[RecordedAnswer],
-        states_PF: torch.Tensor | None,
-        target: Target,
-    ):
+    def __init__(self, answers: Sequence[RecordedAnswer], states_PF: torch.Tensor | None, target: Target):
         self.target, self.device = target, target.device
         self.positions: int = usable_positions(target.config)
         self.answers = list(answers)
@@ -72,11 +63,8 @@ class RecordedVerifier:
         longest = max(len(answer.tokens) for answer in answers) + 1
         padded = [[*a.tokens, *[NO_TOKEN] * (longest - len(a.tokens))] for a in answers]
         self.tokens = torch.tensor(padded, device=self.device)  # [B, longest]
-        self.starts: list[int] = []  # first state of each row
-        at = 0
-        for answer in answers:
-            self.starts.append(at)
-            at += len(answer.prompt) + len(answer.tokens) - 1
+        lengths = [len(answer.prompt) + len(answer.tokens) - 1 for answer in answers]
+        self.starts = [0, *accumulate(lengths[:-1])]  # first state of each row
         self.done = [1] * len(answers)  # tokens of each answer so far; the last one is the root
         self.features: torch.Tensor | None = None
         self.counts: list[int] = []
@@ -102,8 +90,11 @@ class RecordedVerifier:
 
     def limits(self) -> list[int]:
         # As in decoding: a node of depth d stands at position (committed tokens but the root) + d.
-        lengths = [len(answer.prompt) + done - 1 for answer, done in zip(self.answers, self.done, strict=True)]
-        return [max(0, self.positions - 1 - length) for length in lengths]
+        return [max(0, self.positions - 1 - length) for length in self._committed()]
+
+    def _committed(self) -> list[int]:
+        """Each row's committed tokens without the root."""
+        return [len(answer.prompt) + done - 1 for answer, done in zip(self.answers, self.done, strict=True)]
 
     def verify(self, tree: DraftTree) -> None:
         """Does nothing: the target's tokens are recorded."""
@@ -117,9 +108,8 @@ class RecordedVerifier:
         accepted = tree.depths.gather(1, deepest(tree, right)[:, None])[:, 0]
         sizes = accepted if tree.sizes is None else tree.sizes
         rows = torch.stack((accepted, sizes), dim=1).tolist()  # the one wait for the device in a round
-        first = [len(answer.prompt) + done - 1 for answer, done in zip(self.answers, self.done, strict=True)]
         self.counts = [count + 1 for count, _ in rows]
-        self._read(first)
+        self._read(self._committed())
         new_tokens = []
         for row, (answer, count) in enumerate(zip(self.answers, self.counts, strict=True)):
             said = answer.tokens[self.done[row] : self.done[row] + count]
@@ -135,12 +125,6 @@ class RecordedVerifier:
         self.tokens = self.tokens[index]
         if self.features is not None:
             self.features = self.features[index][:, : max(self.counts, default=0)]
-
-
-# The target's one pass over the recorded answers.
-
-
-COARSE_ROUNDING = 0.05  # share of tokens that bfloat16 may change
 
 
 @dataclass
@@ -162,6 +146,14 @@ class Agreement:
     excess: float = 0.0  # nats, summed over the possible drawn tokens
     variance: float = 0.0  # of that sum, if the tokens are the target's own draws
 
+    @classmethod
+    def of(cls, target: Target) -> "Agreement":
+        return cls(lenient=target.dtype != torch.float32)
+
+    @property
+    def enough(self) -> bool:
+        return self.greedy_tokens + self.drawn_tokens >= CHECKED_TOKENS
+
     def add(self, answer: RecordedAnswer, logits_NV: torch.Tensor, said_N: torch.Tensor) -> None:
         """Logits after each token but the last, and the tokens themselves."""
         if answer.sampling is None:
@@ -181,62 +173,22 @@ class Agreement:
         self.excess += float((-p_N.log() - entropy_N)[possible_N].double().sum())
         self.variance += float((squares_N - entropy_N.square()).clamp_(min=0)[possible_N].double().sum())
 
-    @classmethod
-    def of(cls, target: Target) -> "Agreement":
-        return cls(lenient=target.dtype != torch.float32)
-
-    @property
-    def enough(self) -> bool:
-        return self.greedy_tokens + self.drawn_tokens >= CHECKED_TOKENS
-
-    @property
-    def most_other(self) -> float:
-        """Share of tokens that rounding may have changed."""
-        return COARSE_ROUNDING if self.lenient else 0.001
-
-    @property
-    def most_excess(self) -> float:
-        """Largest |excess|, in nats, of the target's own draws.
-
-        Six standard deviations, and 20 nats because few tokens are not normally distributed. Rounding changes p a
-        little: 0.05 nats a token.
-        """
-        return max(0.05 * self.drawn_tokens, 6 * self.variance**0.5 + 20)
-
     def check(self) -> None:
-        """Raises UserError if the answers read so far are another target's or were drawn with other settings."""
-        self._check_others(self.other, self.greedy_tokens, "greedy tokens", "are not what this one says there")
-        self._check_others(
-            self.impossible, self.drawn_tokens, "drawn tokens", "are cut off by top_k or top_p when this one draws them"
-        )
-        if abs(self.excess) > self.most_excess:
-            more = self.excess > 0
-            raise UserError(
-                f"eval.answers: {'recorded from another target, or drawn' if more else 'drawn'} with other "
-                f"settings than recorded (temperature, top_p, top_k): {self.drawn_tokens:,} tokens are "
-                f"{abs(self.mean_excess):.2f} nats each {'more' if more else 'less'} surprising to this one than its "
-                "own draws would be. Decode or regenerate with this target, or correct the recorded settings"
-            )
+        """Raises UserError if the answers read so far are not the target's own."""
+        rounded = 0.05 if self.lenient else 0.001  # share of tokens that rounding may have changed
+        if self.other > max(1, rounded * self.greedy_tokens) or self.impossible > max(1, rounded * self.drawn_tokens):
+            raise self._refusal()
+        # Six standard deviations, and 20 nats because few tokens are not normally distributed. Rounding changes p a
+        # little: 0.05 nats a token.
+        most_excess = max(0.05 * self.drawn_tokens, 6 * self.variance**0.5 + 20)
+        if abs(self.excess) > most_excess:
+            raise self._refusal()
 
-    def _check_others(self, other: int, tokens: int, kind: str, fault: str) -> None:
-        if other <= max(1, self.most_other * tokens):
-            return
-        share = other / tokens
-        if share <= COARSE_ROUNDING:  # in a precision that rounds finely
-            raise UserError(
-                f"eval.answers: probably this target's own, written in another precision: {other:,} of {tokens:,} "
-                f"{kind} ({share:.1%}) {fault}; at most {self.most_other:.1%} can be rounding here. Set "
-                "target.dtype to the precision that wrote them (bfloat16?), or decode or regenerate in this one"
-            )
-        raise UserError(
-            "eval.answers: recorded from another target"
-            f"{' or drawn with other settings than recorded' * (kind[0] == 'd')}: "
-            f"{other:,} of {tokens:,} {kind} ({share:.1%}) {fault}. Decode or regenerate with this target"
+    def _refusal(self) -> UserError:
+        return UserError(
+            f"eval.answers: recorded from another target, in another precision (target.dtype), or with other settings "
+            f"than recorded (temperature, top_p, top_k): {self}. Decode or regenerate with this target"
         )
-
-    @property
-    def mean_excess(self) -> float:
-        return self.excess / max(1, self.drawn_tokens - self.impossible)
 
     def __str__(self) -> str:
         parts = []
@@ -244,7 +196,8 @@ class Agreement:
             parts.append(f"{self.other:,} of {self.greedy_tokens:,} greedy tokens are not the target's likeliest")
         if self.drawn_tokens:
             cut = f", {self.impossible:,} of them cut off here" if self.impossible else ""
-            parts.append(f"{self.drawn_tokens:,} drawn tokens, {self.mean_excess:+.3f} nats each beyond its own{cut}")
+            mean = self.excess / max(1, self.drawn_tokens - self.impossible)
+            parts.append(f"{self.drawn_tokens:,} drawn tokens, {mean:+.3f} nats each beyond its own{cut}")
         return "; ".join(parts) or "not checked: how they were drawn is not known"
 
 
@@ -287,18 +240,9 @@ def head_rows(vocab_size: int) -> int:
     return max(1, min(HEAD_ROWS, HEAD_BYTES // (4 * LOGITS_COPIES * vocab_size)))
 
 
-def checking_bytes(vocab_size: int) -> int:
-    """Peak memory of checking the answers' tokens."""
-    return 4 * LOGITS_COPIES * head_rows(vocab_size) * vocab_size
-
-
 def pass_tokens(device_type: str) -> int:
-    """Most padded tokens in one pass of the target; a longer answer is read alone. On a CPU larger passes overflow the
-    caches and are no faster."""
+    """Most padded tokens in one pass of the target; a longer answer is read alone. On a CPU more overflow caches."""
     return 1024 if device_type == "cpu" else 16384
-
-
-# Replay.
 
 
 # Takes the indices of a batch's answers and returns their states, in place of `read_states`.
@@ -328,9 +272,8 @@ def replay_all(
     states_of: StatesOf | None = None,
     trainable: bool = False,
 ) -> dict[str, list[Generation]]:
-    """The rounds that decoding would take with each proposer: one `Generation` per answer, in order, with times 0.
-
-    The target reads the answers once for all proposers.
+    """The rounds that decoding would take with each proposer: one `Generation` per answer, in order, with times 0. The
+    target reads the answers once for all proposers.
 
     Args:
         batch_size: answers side by side.
@@ -376,8 +319,7 @@ def replay_bytes(positions: int, rows: int, longest: int, states: int, drafter: 
         states: bytes of a position's captured states.
         drafter: bytes of a column's keys and values.
     """
-    # The prompts' states are gathered, padded to the longest, before the drafter's first call. The worst case is all
-    # prompt.
+    # The prompts' states are gathered, padded to the longest, before the drafter's first call. At worst all is prompt.
     return positions * states + rows * longest * (states + drafter)
 
 
@@ -396,11 +338,9 @@ def _replay_batch(
     generations = decode(verifier, proposer, prompts, (), budgets)
     for answer, generation in zip(batch, generations, strict=True):
         assert generation.token_ids == answer.tokens
-        vars(generation).update(NOT_TIMED | _turn(answer))
+        not_timed = dict.fromkeys(("prefill_seconds", "draft_seconds", "verify_seconds", "decode_seconds"), 0.0)
+        vars(generation).update(not_timed | _turn(answer))
     return generations
-
-
-NOT_TIMED = dict.fromkeys(("prefill_seconds", "draft_seconds", "verify_seconds", "decode_seconds"), 0.0)
 
 
 def _turn(answer: RecordedAnswer) -> dict[str, Any]:

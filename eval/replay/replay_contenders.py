@@ -22,16 +22,17 @@ from draftsmith.eval.replay.answers import (
     with_their_pictures,
 )
 from draftsmith.eval.replay.replay import (
+    LOGITS_COPIES,
     Agreement,
     batches,
-    checking_bytes,
+    head_rows,
     plain_rounds,
     replay_all,
     replay_bytes,
 )
 from draftsmith.eval.report_page.files import generations_path
 from draftsmith.models.checkpoint import read_drafter_config
-from draftsmith.models.costs import cache_bytes_per_token, device_here, gigabytes, plan_memory
+from draftsmith.models.costs import device_here, gigabytes, plan_memory
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import Sampling
@@ -59,21 +60,15 @@ def recording_of(recipe: Recipe, files: TargetFiles, contenders: Sequence[Conten
     problems = []
     turns = [answer.key for answer in _baseline(recording, contenders)]
     for contender in contenders:
-        own = recording.of(contender.name, PLAIN)
+        own, place = recording.of(contender.name, PLAIN), contender.place
         if not contender.lossless(sampling):
-            problems.append(
-                f"{contender.place}: {contender.name!r} accepts tokens that the target would not write; replay follows "
-                "the target's own answers. Decode instead"
-            )
+            problems.append(f"{place}: {contender.name!r} accepts tokens that the target would not write: decode")
         if contender.quantization is not None:
+            problems.append(f"{place}: quantization: replay reads one target: set target.quantization instead")
+        if contender.tree.draw == "sampled" and not all(a.sampling is not None and a.sampling.greedy for a in own):
             problems.append(
-                f"{contender.place}: quantization: replay reads one target; leave the contender out, or replay with "
-                "target.quantization along that target's own answers"
-            )
-        if contender.tree.draw == "sampled" and not all(answer.known_greedy for answer in own):
-            problems.append(
-                f"{contender.place}: draw: sampled cannot be replayed along answers that were drawn (or may have "
-                "been): which tokens the drafter drew is not recorded; leave draw out, or decode"
+                f"{place}: draw: sampled cannot be replayed along answers that were drawn (or may have been): which "
+                "tokens the drafter drew is not recorded; leave draw out, or decode"
             )
         if [answer.key for answer in own] != turns:
             problems.append(
@@ -102,11 +97,7 @@ def as_replayed(recipe: Recipe, recording: Recording) -> Recipe:
 def replay_contenders(
     models: LoadedModels, contenders: Sequence[Contender], recording: Recording, batch_size: int, agreement: Agreement
 ) -> dict[str, list[Generation]]:
-    """The rounds of every contender, plain decoding's first, as `Bench.run` returns them but without times.
-
-    Raises:
-        UserError: the answers are another target's.
-    """
+    """The rounds of every contender, plain decoding's first, as `decode_all` returns them but without times."""
     check_recorded_from(recording, models.identity)
     along = {contender.name: recording.of(contender.name, PLAIN) for contender in contenders}
     groups: dict[tuple[tuple[Prompt, tuple[int, ...]], ...], list[Contender]] = {}  # by their answers
@@ -123,35 +114,23 @@ def replay_contenders(
     return {PLAIN: plain} | {contender.name: found[contender.name] for contender in contenders}
 
 
-def planned_bytes(recipe: Recipe, files: TargetFiles, recording: Recording, contenders: Sequence[Contender]) -> int:
-    """Peak memory of replay beside the models. Untrained drafters are not counted."""
-    answers = _baseline(recording, contenders)
-    shapes = [read_drafter_config(c.drafter)[0] for c in contenders if c.drafter is not None and c.drafter.exists()]
-    text, size = files.text_config, files.size
-    layers = {layer for shape in shapes for layer in shape.capture_layers}
-    states = len(layers) * text.hidden_size * size.dtype.itemsize
-    # Bytes of a drafted column's keys and values. One drafter works at a time, so the widest counts.
-    drafters = [shape.column_bytes for shape in shapes]
-    smalls = [TargetFiles(c.draft_model) for c in contenders if c.draft_model is not None]
-    drafters += [cache_bytes_per_token(small.text_config, small.size) for small in smalls]
-    most = 0
-    for rows in batches(answers, recipe.eval.replay_batch_size):
-        lengths = [len(answers[row].prompt) + len(answers[row].tokens) for row in rows]
-        positions = sum(lengths) - len(rows)  # no round reads an answer's last token
-        most = max(most, replay_bytes(positions, len(rows), max(lengths), states, max(drafters, default=0)))
-    return most + checking_bytes(text.vocab_size)
-
-
 def print_replay_plan(
     recipe: Recipe, files: TargetFiles, recording: Recording, contenders: Sequence[Contender]
 ) -> None:
-    answers, size = _baseline(recording, contenders), files.size
-    states = planned_bytes(recipe, files, recording, contenders)
+    answers, size, vocab_size = _baseline(recording, contenders), files.size, files.text_config.vocab_size
+    shapes = [read_drafter_config(c.drafter)[0] for c in contenders if c.drafter is not None and c.drafter.exists()]
+    layers = {layer for shape in shapes for layer in shape.capture_layers}
+    states = len(layers) * files.text_config.hidden_size * size.dtype.itemsize
+    columns = max((shape.column_bytes for shape in shapes), default=0)  # one drafter works at a time
+    rows = next(batches(answers, recipe.eval.replay_batch_size))  # the longest answers
+    lengths = [len(answers[row].prompt) + len(answers[row].tokens) for row in rows]
+    batch = replay_bytes(sum(lengths), len(rows), max(lengths), states, columns)
+    batch += 4 * LOGITS_COPIES * head_rows(vocab_size) * vocab_size
     with PlanLines() as plan:
         plan.line("reads", f"{recording.path}: {len(answers):,} answers, {answer_tokens(answers):,} tokens", "counted")
         plan.line("replayed by", "; ".join(contender.name for contender in contenders))
         text = f"target {gigabytes(size.weight_bytes)} ({size.weight_basis}), states of "
-        text += f"{recipe.eval.replay_batch_size} answers and drafters' columns {gigabytes(states)}, besides drafters"
-        plan_memory(plan, size.weight_bytes + states, text, device_here(recipe.target.device))
+        text += f"{recipe.eval.replay_batch_size} answers and drafters' columns {gigabytes(batch)}, besides drafters"
+        plan_memory(plan, size.weight_bytes + batch, text, device_here(recipe.target.device))
         plan.line("time", "unknown until the first answers are replayed; the progress bar then shows what is left")
         plan.writes(*(recipe.eval_out / name for name in ("acceptance.json", "generations.jsonl", "report.html")))

@@ -10,9 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.eval.measurement.metrics import BOOTSTRAP_SAMPLES
-from draftsmith.eval.report_page.figures import parts_of
 from draftsmith.eval.report_page.html import build_html, choose_answers, choose_images
-from draftsmith.eval.report_page.summary import advice, equality, fastest, interval_text, notes
+from draftsmith.eval.report_page.summary import advice, equality, fastest, interval, notes, number, parts_of
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
@@ -31,7 +30,7 @@ def main(command: Command) -> None:
         return
     written = write_report(recipe)
     print_table(acceptance)
-    print_written([written])
+    print_written(written)
 
 
 def generations_path(recipe: Recipe) -> Path:
@@ -65,13 +64,9 @@ def write_acceptance(
         baseline: name of plain decoding.
         made: provenance: `device`, `dtype` and `made`.
     """
-    shared = {
-        "temperature": recipe.eval.temperature,
-        "top_p": recipe.eval.top_p,
-        "top_k": recipe.eval.top_k,
-        "max_new_tokens": recipe.eval.max_new_tokens,
-        "batch_size": recipe.eval.replay_batch_size if recipe.eval.mode == "replay" else recipe.eval.batch_size,
-        "mode": recipe.eval.mode,
+    section = recipe.eval
+    shared = section.model_dump(include={"temperature", "top_p", "top_k", "max_new_tokens", "mode"}) | {
+        "batch_size": section.replay_batch_size if section.mode == "replay" else section.batch_size,
         "bootstrap_samples": BOOTSTRAP_SAMPLES,
         "target": recipe.target.model,
         "drafter": str(recipe.eval_drafter_dir),
@@ -106,12 +101,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         UserError: a line is damaged.
     """
     metrics: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):
+    for row, line in enumerate(path.read_bytes().split(b"\n")[:-1] if path.exists() else [], start=1):
         try:
             metrics.append(json_object(line, "step", "loss", "simulated_tau"))
         except ValueError as error:
             raise UserError(
-                f"{path}:{number}: {error}: damaged; delete the line, or move the file away for a report without the "
+                f"{path}:{row}: {error}: damaged; delete the line, or move the file away for a report without the "
                 "curves of training"
             ) from None
     return metrics
@@ -135,7 +130,7 @@ def write_report(recipe: Recipe) -> Path:
 def print_table(acceptance: dict[str, Any]) -> None:
     """Prints all contenders, then the main one by benchmark and turn if there are several. Fits 80 columns."""
     main, contenders = acceptance["contender"], acceptance["contenders"]
-    parts = [(name, row[main]) for kind, _, name, row in parts_of(acceptance) if kind != "category"]
+    parts = [(name, row[main]) for kind, name, row in parts_of(acceptance) if kind != "category"]
     about = f"{f'Parts: {main}. ' if parts else ''}tau: tokens per verification, the bonus token included. "
     told = [*notes(acceptance), fastest(acceptance), equality(acceptance)]
     # Names are Text: markup would interpret their brackets and colons, and double backslashes.
@@ -151,24 +146,20 @@ def print_table(acceptance: dict[str, Any]) -> None:
     for name, row in parts:
         table.add_row(Text(name), *_cells(row))
     Console().print(table)
-    for line in advice(acceptance):
-        print(line)
+    if said := advice(acceptance):
+        print(said)
 
 
-def print_written(paths: list[Path]) -> None:
+def print_written(*paths: Path) -> None:
     print(f"written in {paths[0].parent}: {', '.join(path.name for path in paths)}")
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
-        _number(row["tau"], 2),
-        interval_text(row["tau_interval"]),
-        _number(row["tree_nodes_per_round"], 1),
-        _number(row["tokens_per_second"], 0),
-        _number(row["speedup"], 2),
-        interval_text(row["speedup_interval"]),
+        number(row["tau"]),
+        interval(row["tau_interval"]),
+        number(row["tree_nodes_per_round"], 1),
+        number(row["tokens_per_second"], 0),
+        number(row["speedup"]),
+        interval(row["speedup_interval"]),
     )
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

@@ -11,14 +11,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from draftsmith.eval.measurement.generation_log import UNUSABLE, read_generations
-from draftsmith.eval.report_page import drawing, figures, summary
-from draftsmith.eval.report_page.legend import Legend
+from draftsmith.eval.report_page import figures, summary
 from draftsmith.recipes.errors import UserError
 
-DASH = "\u2013"
 TINTS = 4  # background colours of successive rounds
-SHOWN_TOKENS = 20_000  # of all answers together; bounds the page's size
-LONGEST_ANSWER = 600
+LONGEST_ANSWER = 600  # tokens
 LONGEST_QUESTION = 1200  # characters
 THUMBNAIL = 256  # pixels of the longer side
 SHARP = 64  # pixels of the longer side up to which nothing is lost
@@ -45,59 +42,42 @@ def build_html(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "interval": interval}
-    contenders, legend = acceptance["contenders"], Legend.of(acceptance)
-    numbers = contenders[legend.main]
-    longest = max(40, min(LONGEST_ANSWER, SHOWN_TOKENS // max(1, len(answers))))
-    shown = [_answer(record, longest, list(numbers["drafted_by"])) for record in answers]
+    environment.filters |= {"number": summary.number, "interval": summary.interval}
+    main = acceptance["contender"]
+    numbers = acceptance["contenders"][main]
     page = environment.get_template("report.html.jinja").render(
         acceptance=acceptance,
-        contenders=contenders,
-        main=legend.main,
+        contenders=acceptance["contenders"],
+        main=main,
         numbers=numbers,
-        drafting=legend.drafting,
-        many=legend.many,
-        ranks=legend.numbers if len(legend.drafting) > 1 else {},
-        roles=legend.roles,
+        drafting=summary.drafting(acceptance),
+        roles=figures.roles_of(acceptance),
         verdict=summary.verdict(acceptance),
         notes=[*summary.notes(acceptance), summary.equality(acceptance)],
-        parts=list(figures.parts_of(acceptance)),
-        acceptance_figures=_figures(figures.acceptance_plots(acceptance)),
-        training_figures=_figures(figures.training_plots(metrics)),
-        answers=shown,
+        parts=list(summary.parts_of(acceptance)),
+        acceptance_figures=figures.acceptance_figures(acceptance),
+        training_figures=figures.training_figures(metrics),
+        answers=[_answer(record, list(numbers["drafted_by"])) for record in answers],
         images=images,
         TINTS=TINTS,
-        colours=drawing.COLOURS,
+        colours=figures.COLOURS,
     )
-    return drawing.harmless(page)
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    return DASH if value is None else f"{value:,.{digits}f}"
-
-
-def interval(bounds: Sequence[float] | None) -> str:
-    return DASH if bounds is None else f"{bounds[0]:.2f}{DASH}{bounds[1]:.2f}"
-
-
-def _figures(plots: Sequence[drawing.Plot]) -> list[dict[str, str]]:
-    return [{"title": p.title, "words": p.description, "src": drawing.to_data_url(p)} for p in plots]
+    return figures.harmless(page)
 
 
 # Answers.
 
 
 def choose_answers(path: Path, contender: str, count: int) -> list[dict[str, Any]]:
-    """At most `count` records of a contender, evenly spread over the file, which is read twice to save memory.
+    """At most `count` records of a contender, evenly spread over the file.
 
     Raises:
         UserError: the file holds none of them, or a line is damaged.
     """
-    total = sum(1 for _ in read_generations(path, contender))
-    if not total:
+    records = list(read_generations(path, contender))
+    if not records:
         raise UserError(f"{path}: holds no answer of {contender!r}; {UNUSABLE}")
-    chosen = {i * total // count for i in range(count)} if total > count else range(total)
-    return [record for i, record in enumerate(read_generations(path, contender)) if i in chosen]
+    return records if len(records) <= count else [records[i * len(records) // count] for i in range(count)]
 
 
 def choose_images(path: Path, contenders: Sequence[str], answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -116,18 +96,18 @@ def _turn_of(record: dict[str, Any]) -> tuple[Any, ...]:
     return record["benchmark"], record["conversation_id"], record["turn"]
 
 
-def _answer(record: dict[str, Any], longest: int, sources: Sequence[str]) -> dict[str, Any]:
-    """A record's data for the page, with its rounds up to `longest` tokens.
+def _answer(record: dict[str, Any], sources: Sequence[str]) -> dict[str, Any]:
+    """A record's data for the page, with its rounds up to LONGEST_ANSWER tokens.
 
     Args:
         sources: who may have drafted; a drafted token has its source's index, None without `sources`.
     """
-    texts = [visible(text) for text in record["token_texts"]]
+    texts = [text.replace("\n", "↵\n").replace("\t", "⇥\t") or "·" for text in record["token_texts"]]
     count = len(record["accepted_per_round"])
     drafted_by: list[dict[str, int]] = record.get("drafted_by") or [{}] * count
     rounds, at = [], 1
     for accepted, nodes, by in zip(record["accepted_per_round"], record["tree_nodes"], drafted_by, strict=True):
-        if at >= longest:
+        if at >= LONGEST_ANSWER:
             break
         end = at + accepted
         whose = [sources.index(name) for name, tokens in by.items() for _ in range(tokens)] or [None] * accepted
@@ -135,10 +115,9 @@ def _answer(record: dict[str, Any], longest: int, sources: Sequence[str]) -> dic
         rounds.append({"drafted": drafted, "own": own, "nodes": nodes - 1, "by": " and ".join(by)})
         at = end + 1
     question = record["question"]
-    cut = f" … ({len(question) - LONGEST_QUESTION:,} more characters)" if len(question) > LONGEST_QUESTION else ""
     return {
         "record": record,
-        "question": question[:LONGEST_QUESTION] + cut,
+        "question": question[:LONGEST_QUESTION] + " …" * (len(question) > LONGEST_QUESTION),
         "pictures": [_thumbnail(picture) for picture in record.get("pictures", [])],
         "first": texts[0],
         "rounds": rounds,
@@ -162,8 +141,3 @@ def _thumbnail(named: dict[str, str]) -> dict[str, Any]:
     file = io.BytesIO()
     image.save(file, "PNG" if max(image.size) <= SHARP else "JPEG", quality=85)
     return {"problem": None, "src": data_url(file.getvalue()), "width": image.width, "height": image.height}
-
-
-def visible(text: str) -> str:
-    """A token's text with visible line breaks. A token without text (bytes of an unfinished character) is a dot."""
-    return text.replace("\n", "↵\n").replace("\t", "⇥\t") or "·"

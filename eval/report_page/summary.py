@@ -1,20 +1,48 @@
 """What the numbers of an evaluation say, in sentences for the terminal and the page."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-from draftsmith.eval.report_page.legend import Legend
 
 NEXT = 5  # contenders to compare with the fastest
 WORTHLESS_TAU = 1.05
 RELAXED = "their output is not the target's, because their rule also accepts tokens that the target would not write"
 
 
+def number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def interval(bounds: Sequence[float] | None) -> str:
+    return "-" if bounds is None else f"{bounds[0]:.2f}-{bounds[1]:.2f}"
+
+
+def drafting(acceptance: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of all contenders but plain decoding, in whatever precision."""
+    return {name: row for name, row in acceptance["contenders"].items() if row["proposer"] is not None}
+
+
+def parts_of(acceptance: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yields (kind, name, numbers by contender) for every part of acceptance.json, if there are several.
+
+    Kinds: benchmark, category (after its benchmark, if that has several), turn.
+    """
+    benchmarks, categories, turns = (acceptance[part] for part in ("benchmarks", "categories", "turns"))
+    for benchmark, numbers in benchmarks.items():
+        inside = {name: row for name, row in categories.items() if name.startswith(f"{benchmark}/")}
+        if len(benchmarks) > 1:
+            yield "benchmark", benchmark, numbers
+        for name, row in inside.items() if len(inside) > 1 else ():
+            yield "category", name.removeprefix(f"{benchmark}/"), row
+    if len(turns) > 1:
+        yield "turn", "first turns", turns["1"]
+        yield "turn", "later turns", turns["2"]
+
+
 def verdict(acceptance: dict[str, Any]) -> str:
     """A sentence on the fastest contender, as far as the intervals show."""
     if acceptance["mode"] == "replay":
         return "No verdict on speed: a replay of recorded answers times nothing."
-    timed = {name: row for name, row in Legend.of(acceptance).drafting.items() if row["speedup"] is not None}
+    timed = {name: row for name, row in drafting(acceptance).items() if row["speedup"] is not None}
     if not timed:
         return "No verdict on speed: no answer was long enough to time."
     bounds = {name: row["speedup_interval"] or (0, float("inf")) for name, row in timed.items()}
@@ -31,17 +59,16 @@ def verdict(acceptance: dict[str, Any]) -> str:
     return f"{said} {timed[best]['speedup']:.2f} times plain decoding {told}."
 
 
-def advice(acceptance: dict[str, Any]) -> list[str]:
+def advice(acceptance: dict[str, Any]) -> str | None:
     """A note if the target accepts almost no drafted token."""
     main = acceptance["contender"]
     row = acceptance["contenders"][main]
-    tau = row["tau"]
-    if tau is None or tau >= WORTHLESS_TAU or row["proposer"] != "drafter":
-        return []
-    return [
-        f"note: tau {tau:.2f}: the target accepted almost nothing that {main} drafted. Train longer, while the loss "
-        "in metrics.jsonl still falls, or on more answers; its validation_simulated_tau should be well above 1"
-    ]
+    if row["tau"] is None or row["tau"] >= WORTHLESS_TAU or row["proposer"] != "drafter":
+        return None
+    return (
+        f"note: tau {row['tau']:.2f}: the target accepted almost nothing that {main} drafted. Train longer, while the "
+        "loss in metrics.jsonl still falls, or on more answers; its validation_simulated_tau should be well above 1"
+    )
 
 
 def notes(acceptance: dict[str, Any]) -> list[str]:
@@ -60,14 +87,14 @@ def notes(acceptance: dict[str, Any]) -> list[str]:
 
 def fastest(acceptance: dict[str, Any]) -> str | None:
     """The speed of the fastest contender over that of the next ones. The intervals are paired."""
-    rows = {name: row for name, row in acceptance["contenders"].items() if row["proposer"] is not None}
+    rows = drafting(acceptance)
     best = next((name for name, row in rows.items() if row["fastest_ratio"] == 1), None)
     others = [(name, row) for name, row in rows.items() if name != best and row["fastest_ratio_interval"]]
     if best is None or not others:
         return None
     others.sort(key=lambda other: other[1]["fastest_ratio"])
     told = [
-        f"  {name} {row['fastest_ratio']:.2f} ({interval_text(row['fastest_ratio_interval'])})"
+        f"  {name} {row['fastest_ratio']:.2f} ({interval(row['fastest_ratio_interval'])})"
         for name, row in others[:NEXT]
     ]
     return "\n".join([f"Fastest drafting: {best}. Times as fast as the next ones, paired by prompt:", *told])
@@ -85,27 +112,18 @@ def equality(acceptance: dict[str, Any]) -> str:
         cut += f", top-k {acceptance['top_k']}" if acceptance["top_k"] else ""
         drawn = f"Answers were drawn at temperature {acceptance['temperature']}{cut}"
         return f"{drawn}, by the target's own distribution (lossless){others}."
-    different = [name for name, row in rows.items() if row["matches_target"] is False and name not in relaxed]
+    different = {name: row for name, row in rows.items() if row["matches_target"] is False and name not in relaxed}
     if not different:
         return f"Answers, token for token: all those of plain decoding{others}."
-    told = ", ".join(f"{name} ({rows[name]['matching_share']:.0%} are)" for name in different)
-    said = f"Answers, token for token: not all those of plain decoding: {told}. {_cause(acceptance, different)}"
+    told = ", ".join(f"{name} ({row['matching_share']:.0%} are)" for name, row in different.items())
+    causes = dict.fromkeys(_cause(row.get("quantization"), acceptance["dtype"]) for row in different.values())
+    said = f"Answers, token for token: not all those of plain decoding: {told}. {' '.join(causes)}"
     return f"{said} The rest are those of plain decoding{others}." if relaxed else said
 
 
-def _cause(acceptance: dict[str, Any], different: Sequence[str]) -> str:
+def _cause(quantization: str | None, dtype: str) -> str:
     """Why greedy answers differ: rounding, or a defect."""
-    rounding, exact = dict[str, None](), dict[str, None]()
-    for name in different:
-        quantized = acceptance["contenders"][name].get("quantization")
-        precision = quantized or acceptance["dtype"]
-        kernels = quantized is not None and not quantized.startswith("fake")
-        coarse = kernels or acceptance["dtype"] not in ("float32", "float64")
-        (rounding if coarse else exact)[precision] = None
-    said = [f"{' and '.join(rounding)} rounds: longer forwards, other last bits."] if rounding else []
-    said += [f"In {' and '.join(exact)} that is a defect: please report it."] if exact else []
-    return " ".join(said)
-
-
-def interval_text(bounds: Sequence[float] | None) -> str:
-    return "-" if bounds is None else f"{bounds[0]:.2f}-{bounds[1]:.2f}"
+    kernels = quantization is not None and not quantization.startswith("fake")
+    if kernels or dtype not in ("float32", "float64"):
+        return f"{quantization or dtype} rounds: longer forwards, other last bits."
+    return f"In {quantization or dtype} that is a defect: please report it."

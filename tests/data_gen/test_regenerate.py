@@ -14,7 +14,6 @@ from draftsmith.data_gen.answers import generators
 from draftsmith.data_gen.answers.conversation_log import ConversationLog
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.data_gen.training_rows.rows import training_rows
-from draftsmith.eval.measurement.evaluation import make_out
 from draftsmith.models.chat import prompt_date, render_prompt
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
@@ -206,7 +205,7 @@ def test_every_prompt_has_the_date_of_the_first(
         recipe = load_recipe(place.recipe, [dated, f"output_dir={tmp_path / 'other'}", *more])
         _ = TargetFiles(recipe.target).tokenizer
         assert not (tmp_path / "other").exists()  # a recipe alone writes nothing
-        make_out(recipe)  # an evaluation does
+        recipe.keep_date()  # an evaluation does
         assert prompt_date(TargetFiles(recipe.target).tokenizer) == day
         assert (tmp_path / "other/prompt_date.txt").read_text() == f"{day}\n"
         shutil.rmtree(tmp_path / "other")

@@ -1,7 +1,7 @@
 """Contenders decoded side by side: the same prompts for all, models loaded once, batches."""
 
+import io
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,13 +19,12 @@ from draftsmith.eval.decoding.contenders import (
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.decoding.proposers import PROPOSERS, ProposerEntry
 from draftsmith.eval.measurement import benchmarks, evaluation
-from draftsmith.eval.measurement.benchmarks import PLAIN, Bench, load_questions
+from draftsmith.eval.measurement.benchmarks import PLAIN, decode_all, load_questions
 from draftsmith.eval.measurement.compared import load_all
 from draftsmith.eval.report_page import files
 from draftsmith.models import loaded_models
-from draftsmith.models.chat import decode_answer
+from draftsmith.models.chat import decode_answer, render_prompt
 from draftsmith.models.loaded_models import LoadedModels
-from draftsmith.models.sampling import Sampling
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -36,8 +35,6 @@ from tests.compare_cases import place as place
 from tests.report_cases import Page
 from tests.thinning import a_few
 
-# One lineup.
-
 
 def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = {"policy": "chain", "nodes": 4}
@@ -47,7 +44,7 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
         {"name": "lm"} | lm,
         {"name": "lm cut"} | lm | {"tree": chain | {"vocab_size": 50}},
     ]
-    recipe, found, _ = load_all(
+    recipe, found = load_all(
         str(place / "recipe.yaml"),
         ["eval.also=" + json.dumps(others)],
         ["cut: eval.tree.vocab_size=16", f"b: eval.drafter={place / 'other/drafter'}"],
@@ -68,29 +65,22 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
     assert vocabularies["cut"].target_ids.tolist() == list(range(3, 19))
 
 
-# Batches.
-
-
 @pytest.mark.parametrize("temperature", a_few([0.0, 1.0], 1.0))
 def test_a_batch_gives_the_answers_of_one_at_a_time(
     place: Path, tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy: token for token. Drawn: too, for the draws of an answer hang on its turn and contender alone."""
-    recipe = load_recipe(place / "recipe.yaml")
-    lineup = LoadedModels(TargetFiles(recipe.target))
-    sampling = Sampling(temperature)
-    asked = load_questions(str(place / "prompts.jsonl"), Rejects(), None)
-
     keys_drawn: list[Any] = []
     made = benchmarks.SeededDraws
     monkeypatch.setattr(benchmarks, "SeededDraws", lambda seed, key: (keys_drawn.append(key), made(seed, key))[1])
+    asked = load_questions(str(place / "prompts.jsonl"), Rejects(), None)
+    settings = [f"eval.temperature={temperature}", "eval.max_new_tokens=8", f"eval.out={tmp_path}"]
+    lineup = LoadedModels(TargetFiles(load_recipe(place / "recipe.yaml").target))
 
     def answers(size: int) -> dict[tuple[str, str, int], tuple[list[int], list[int]]]:
-        found = contenders_of(recipe)
-        proposers = {c.name: loaded_proposer(lineup, c, sampling) for c in found}
-        bench = Bench(lineup.target, lineup.files.tokenizer, lineup.files.stop_ids, 8, 120, sampling, 0, size)
-        with (tmp_path / "log.jsonl").open("w") as file:
-            results = bench.run(asked, {**proposers}, found[0].name, file, rejects := Rejects())
+        recipe = load_recipe(place / "recipe.yaml", [*settings, f"eval.batch_size={size}"])
+        found, rejects = contenders_of(recipe), Rejects()
+        results = decode_all(lineup, recipe, found, asked, io.StringIO(), rejects)
         assert not rejects.total
         keys = {name: [(g.conversation_id, g.turn) for g in generations] for name, generations in results.items()}
         assert len(set(map(tuple, keys.values()))) == 1  # the same turns in the same order for all
@@ -112,28 +102,21 @@ def test_a_batch_gives_the_answers_of_one_at_a_time(
 
 
 def test_a_turn_that_cannot_be_asked_ends_its_own_conversation_alone(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load_recipe(place / "recipe.yaml")
-    lineup = LoadedModels(TargetFiles(recipe.target))
-    asked = load_questions(str(place / "prompts.jsonl"), Rejects(), None)
-    bench = Bench(lineup.target, lineup.files.tokenizer, lineup.files.stop_ids, 16, 512, batch_size=4)
-    lengths = {q.id: len(bench.prompt(q, q.turns[0])) for q in asked}
+    recipe = load_recipe(place / "recipe.yaml", ["eval.max_new_tokens=16", "eval.batch_size=4"])
+    models = LoadedModels(TargetFiles(recipe.target))
+    asked, rejects, bars = load_questions(str(place / "prompts.jsonl"), Rejects(), None), Rejects(), list[Bar]()
+    lengths = {q.id: len(render_prompt(models.files.tokenizer, q.turns[0])) for q in asked}
     assert max(lengths, key=lengths.__getitem__) == "q1"
-    bench = replace(bench, max_length=lengths["q1"] + 15)
-    rejects = Rejects()
-    bars: list[Bar] = []
+    monkeypatch.setattr(benchmarks, "usable_positions", lambda config: lengths["q1"] + 15)
     monkeypatch.setattr(benchmarks, "Bar", lambda **said: bars.append(Bar(**said)) or bars[-1])
-    with (tmp_path / "log.jsonl").open("w") as file:
-        results = bench.run(asked, {"other": None}, PLAIN, file, rejects)
+    results = decode_all(models, recipe, contenders_of(recipe), asked, io.StringIO(), rejects)
     assert [(bar.n, bar.total) for bar in bars] == [(2 * 7,) * 2]  # answers by both; rejected ones are done with
     done = [(g.conversation_id, g.turn) for g in results[PLAIN]]
     assert ("q1", 1) not in done and ("q0", 1) in done and ("q2", 1) in done and ("q3", 1) in done
     assert ("q4", 1) in done and ("q1", 2) not in done  # the next batch, and no second turn without a first
     assert rejects.total == 1 + (("q3", 2) not in done)
-
-
-# One more entry in the table of proposers.
 
 
 def test_the_schema_names_the_proposers_of_the_table() -> None:

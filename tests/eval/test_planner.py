@@ -1,44 +1,226 @@
-"""The planner: what is chosen from predicted speed-ups, its candidates, its recorded answers and its script."""
+"""The planner: costs, probes and the speed-up that follows; candidates, what is chosen, the script. No test looks at a
+clock."""
 
 import itertools
 import json
+import random
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from draftsmith.eval import plan as plan_script
-from draftsmith.eval.decoding.contenders import Contender, loaded_proposer, main_contender
+from draftsmith.eval.decoding.contenders import Contender, main_contender
 from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.measurement.metrics import summarise
 from draftsmith.eval.planner import command as planner_command
-from draftsmith.eval.planner import cost_model, measuring
+from draftsmith.eval.planner import costs as costs_module
 from draftsmith.eval.planner import search as planner
-from draftsmith.eval.planner.command import print_choice, recipe_keys
-from draftsmith.eval.planner.cost_model import Costs, Curve, family
-from draftsmith.eval.planner.measuring import SETTLING
-from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, as_yaml, candidates_of, ranked
+from draftsmith.eval.planner.costs import (
+    BEAMS,
+    PLAIN_PROBE,
+    PROBED_NODES,
+    ROUNDS,
+    SETTLING,
+    Costs,
+    Curve,
+    Parts,
+    TimedRound,
+    costs_of,
+    family,
+    keep_known,
+    measure_costs,
+    predicted,
+    probe_trees,
+    read_known,
+    seconds_at,
+    shape_of,
+)
+from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, as_yaml, candidates_of, ranked, recipe_keys
 from draftsmith.eval.replay.answers import RecordedAnswer, Recording
-from draftsmith.eval.replay.replay import replay_all
+from draftsmith.eval.replay.replay import plain_rounds
+from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.loaded_models import LoadedModels
-from draftsmith.models.sampling import GREEDY
+from draftsmith.models.sampling import GREEDY, Draws, Sampling
+from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_session import TargetSession
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.sections.eval import TreeSection
 from tests.c2t_cases import place as place
-from tests.eval.planner_cases import KINDS, tree_of
+from tests.clock import Clock
+from tests.conftest import make_target
 from tests.training_runs import run_main
 
-# What is chosen, by costs that are made up and real rounds.
+
+def tree_of(**said: Any) -> TreeSection:
+    return TreeSection.model_validate(said)
 
 
-def linear_costs(trees: Sequence[TreeSection], node: float, call: float) -> Costs:
-    """A forward over n nodes takes 1 + node * (n - 1) seconds, a draft call `call`."""
-    nodes, free = Curve(((1.0, 1.0), (101.0, 1 + node * 100))), Curve(((1.0, 0.0), (101.0, 0.0)))
-    verify, rest = ({"chain": each, "tree": each} for each in (nodes, free))
-    calls = Curve(((1.0, call), (101.0, call * 101)))
-    return Costs(1.0, verify, rest, {family(tree): calls for tree in trees}, prompt=0.0, context=10)
+KINDS = [
+    {"policy": "chain", "nodes": 4},
+    {"policy": "svip", "draft_calls": 9},
+    {"policy": "static"},
+    {"policy": "eagle2", "nodes": 60},
+    {"policy": "eagle2", "nodes": 8, "draft_calls": 3, "top_k": 3},
+    {"policy": "ddd", "nodes": 100},
+    {"policy": "svip_tree", "nodes": 24, "top_k": 4},
+    {"policy": "eagle2", "nodes": 24, "vocab_size": 64},
+    {"policy": "c2t", "draft_calls": 6, "top_k": 3, "c2t": {"classifier": "SURE", "beam": 4, "beta": 0.3}},
+    {"policy": "c2t", "nodes": 12, "draft_calls": 3, "top_k": 4, "c2t": {"classifier": "SURE", "beam": None}},
+    {"policy": "c2t", "draft_calls": 12, "c2t": {"classifier": "SURE", "beam": None}},  # as large as it likes
+]
+
+
+def test_costs_are_medians_and_straight_lines_between_them() -> None:
+    trees = {"a": tree_of(policy="chain", nodes=2), "b": tree_of(policy="chain", nodes=4)}
+    trees |= {str(n): tree_of(nodes=n, draft_calls=2, top_k=4) for n in (8, 16)}
+    parts = {PLAIN_PROBE: Parts(1, 0, 0.1, 1.0, 0.5)}
+    parts |= {"a": Parts(2, 1, 1.0, 2.0, 0.5, 3.0), "b": Parts(4, 3, 3.0, 6.0, 0.7, 5.0)}
+    parts |= {"8": Parts(8, 2, 4.0, 8.0, 1.0, 5.0), "16": Parts(16, 2, 6.0, 12.0, 1.0, 9.0)}
+    costs = costs_of(trees, parts, 10, 1)
+    assert (costs.plain, costs.prompt) == (1.6, 0.5)
+    assert [seconds_at(costs.verify["chain"], [x]) for x in (1, 2, 3, 4)] == [1.0, 2.0, 4.0, 6.0]
+    assert seconds_at(costs.verify["tree"], [1, 8, 10, 16]) == 1.0 + 8.0 + 9.0 + 12.0
+    assert costs.draft["chain"] == ((1.0, 1.0), (3.0, 3.0))
+    assert costs.draft["eagle2, top_k 4"] == ((2.0, 5.0),)  # of two probes with as many calls
+    assert not costs.busy and costs_of(trees, parts | {PLAIN_PROBE: Parts(1, 0, 0, 1, 0, 0, 0.3)}, 10, 1).busy
+
+
+def line(at_one: float, slope: float) -> Curve:
+    return (1.0, at_one), (101.0, at_one + 100 * slope)
+
+
+@pytest.mark.parametrize("tree", [{"policy": "chain", "nodes": 5}, {"policy": "ddd", "nodes": 20, "top_k": 4}])
+def test_the_speed_up_is_the_formula_s(tree: dict[str, Any]) -> None:
+    chance, asked = random.Random(0), tree_of(**tree)
+    shape, calls = shape_of(asked), {family(asked): line(0.4, 0.2)}
+    costs = Costs(1.5, {"chain": line(9, 9), shape: line(1, 0.1)}, {shape: line(0.3, 0.01)}, calls, 0.0, 10)
+    generations, tokens, seconds = [], 0, 0.0
+    for _ in range(5):
+        accepted = [chance.randrange(4) for _ in range(chance.randrange(1, 9))]
+        nodes, calls_made = ([chance.randint(1, most) for _ in accepted] for most in (20, 5))
+        answer = list(range(1 + sum(accepted) + len(accepted)))
+        generations.append(Generation([1, 2], answer, accepted, False, nodes, calls_made, calls_made))
+        tokens += len(answer) - 1
+        seconds += sum(1 + 0.1 * (n - 1) + 0.3 + 0.01 * (n - 1) for n in nodes)
+        seconds += sum(0.4 + 0.2 * (d - 1) for d in calls_made)
+    expected = predicted(costs, asked, generations)
+    plain = predicted(costs, None, [plain_rounds(RecordedAnswer(g.prompt_token_ids, g.token_ids)) for g in generations])
+    assert summarise(expected, plain, 0, sampled=True)["speedup"] == pytest.approx(1.5 * tokens / seconds, abs=1e-4)
+    # A drafter that reads the prompt pays for it once an answer.
+    for before, after in zip(expected, predicted(replace(costs, prompt=7.0), asked, generations), strict=True):
+        assert after.decode_seconds - before.decode_seconds == pytest.approx(14.0)
+
+
+@pytest.mark.parametrize("kinds", [[2], [1, 4], [0, 3, 4], [2, 5], [8, 9], list(range(10))], ids=str)
+def test_probes_cover_every_round_that_candidates_may_lead_to(kinds: list[int]) -> None:
+    trees = [tree_of(**KINDS[kind]) for kind in kinds]
+    probes = list(probe_trees(trees).values())
+    calls: dict[str, set[int]] = {}
+    nodes: dict[str, set[int]] = {"chain": {1}, "tree": {1}}  # plain decoding is always probed
+    for probe in probes:
+        # A tree that could be asked for, but that DDD's tests may lie behind its last call.
+        said = probe.model_dump(exclude_unset=True) | ({"ddd": {"at": "every"}} if probe.policy == "ddd" else {})
+        checked = TreeSection.model_validate(said)
+        calls.setdefault(family(probe), set()).add(checked.calls)
+        nodes[shape_of(probe)].add(checked.most)
+    for tree in trees:
+        found = calls[family(tree)]
+        assert max(found) == tree.calls and (1 in found or tree.policy == "static")
+        assert max(nodes[shape_of(tree)]) >= tree.most
+    assert set(calls) == {family(tree) for tree in trees} and len(probes) == len({p.model_dump_json() for p in probes})
+    most = max((tree.most for tree in trees if tree.policy in BEAMS), default=0)
+    assert {n for n in PROBED_NODES if n < most} <= nodes["tree"]  # between them, lines are short
+
+
+class Clocked:
+    """A root and a child: 2 s to read what was committed, 5 more for a prompt, 50 more until it has settled; 3 s for
+    drafting."""
+
+    capture_layers = ()
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def set_rows(self, kept: Sequence[int], new: int = 0, draws: Sequence[Draws] | None = None) -> None:
+        assert not kept, "no answer begins beside others, or ends before them, while costs are measured"
+        self.rows, self.reads, self.rounds = new, 7.0, 0
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        raise AssertionError("nothing is rolled back while costs are measured")
+
+    def observe(self, committed: Committed) -> None:
+        self.clock.now += self.reads + 50 * (0 < self.rounds < SETTLING)
+        self.reads = 2.0
+        self.rounds += 1
+        self.roots = [tokens[-1] for tokens in committed.tokens]
+
+    def propose(self) -> tuple[DraftTree, list[int]]:
+        self.clock.now += 3
+        return DraftTree.chains([[root, 0] for root in self.roots], torch.device("cpu")), [1] * self.rows
+
+
+@pytest.mark.parametrize(("rows", "sampling"), [(1, GREEDY), (2, Sampling(1.0))], ids=["greedy", "sampled"])
+def test_each_second_is_charged_where_it_passes(rows: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, target = Clock(), Target(make_target())
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(costs_module, "ROUNDS", SETTLING + 1)
+    verify, commit = TargetSession.verify, TargetSession.commit
+
+    def slow_verify(self: TargetSession, tree: DraftTree) -> Any:
+        clock.now += 10 * tree.nodes
+        return verify(self, tree)
+
+    def slow_commit(self: TargetSession, *arguments: Any) -> None:
+        clock.now += 1
+        commit(self, *arguments)
+
+    monkeypatch.setattr(TargetSession, "verify", slow_verify)
+    monkeypatch.setattr(TargetSession, "commit", slow_commit)
+    tree = tree_of(policy="chain", nodes=2)
+    costs = measure_costs(target, lambda tree: Clocked(clock), [tree], [[11, 12, 13, 14]], 3, sampling, rows)
+    assert (costs.plain, costs.busy) == (11, False)
+    assert costs.verify["chain"] == ((1.0, 10.0), (2.0, 20.0))
+    assert costs.rest["chain"] == ((1.0, 1.0), (2.0, 1.0))
+    assert costs.draft == {"chain": ((1.0, 5.0),)}
+    assert costs.prompt == pytest.approx(5 / 3)  # of three tokens
+    assert (costs.context, costs.rows) == (3, rows)
+
+
+def test_what_was_measured_here_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[str] = []
+    target, clock, pace = Target(make_target()), Clock(), itertools.count(1)
+
+    def rounds(at: Target, proposer: Any, prompts: Any, sampling: Any) -> list[TimedRound]:
+        timed.append("plain" if proposer is None else "probe")
+        nodes = 1 if proposer is None else 2
+        return [TimedRound(nodes, nodes - 1, 0.1 / next(pace), 1.0, 0.1) for _ in range(ROUNDS)]
+
+    def measured(known: dict[str, Parts], *nodes: int, **settings: Any) -> Costs:
+        timed.clear()
+        trees = [tree_of(policy="chain", nodes=n) for n in nodes]
+        return measure_costs(target, lambda _: Clocked(clock), trees, [[11, 12, 13]], 3, known=known, **settings)
+
+    monkeypatch.setattr(costs_module, "timed_rounds", rounds)
+    path, known = tmp_path / "costs.json", dict[str, Parts]()
+    costs = measured(known, 2)
+    assert timed == ["plain", "probe"] * costs_module.PASSES and len(known) == 2
+    keep_known(path, "a", known)
+    again = read_known(path, "a")
+    assert measured(again, 2) == costs and not timed  # to the last digit
+    measured(again, 2, 9, deadline=0.0)  # chains of 1, 2 and 8 tokens; the first is known
+    assert timed == ["probe"] * 2 and len(again) == 4  # one pass, however little time there is
+    for key in map(str, range(costs_module.KEPT)):
+        keep_known(path, key, again)
+    assert read_known(path, "0") == again and not read_known(path, "a")  # the oldest goes
+    path.write_text(path.read_text()[:-9])
+    assert not read_known(path, "0")
 
 
 @pytest.mark.parametrize(("node", "call", "gains"), [(20.0, 1.0, False), (0.0, 0.0, True)])
@@ -48,34 +230,22 @@ def test_plain_decoding_wins_where_nothing_beats_it(
     trees = [tree_of(policy="chain", nodes=5), tree_of(policy="chain", nodes=3)]
     contenders = [Contender(as_yaml(tree), "drafter", tree, "test", "eagle3") for tree in trees]
     answers = [RecordedAnswer([1, 2], [*range(9)], GREEDY, conversation_id=str(i)) for i in range(3)]
-    rounds = {
-        contender.name: [
-            Generation(
-                [1, 2],
-                [*range(9)],
-                [most - 1] * count,
-                False,
-                tree_nodes=[most] * count,
-                draft_calls=[1] * count,
-                tried=[most - 1] * count,
-            )
-            for _ in answers
-        ]
-        for contender, most, count in zip(contenders, (4, 2), (2, 4), strict=True)
-    }
-    costs = linear_costs(trees, node, call)
+    rounds: dict[str, list[Generation]] = {}
+    for contender, most, count in zip(contenders, (4, 2), (2, 4), strict=True):
+        accepted, nodes = [most - 1] * count, [most] * count
+        one = Generation([1, 2], [*range(9)], accepted, False, nodes, [1] * count, accepted)
+        rounds[contender.name] = [one for _ in answers]
+    verify, rest = {"chain": line(1, node)}, {"chain": line(0, 0)}
+    costs = Costs(1.0, verify, rest, {family(tree): line(call, call) for tree in trees}, prompt=0.0, context=10)
     rows = ranked(costs, contenders, rounds, answers, 0)
     plan = Plan(costs, rows, Recording(Path("x")), answers, "all")
-    print_choice(plan)
+    planner_command.print_choice(plan)
     said = capsys.readouterr().out
     if gains:
         assert plan.best is rows[0] and rows[0].tree == trees[0] and said.startswith("Fastest: ")
         assert tree_of(**yaml.safe_load(said.partition("In the recipe:")[2])["eval"]["tree"]) == trees[0]
     else:
         assert plan.best is None and rows[0].speedup < 1 and "Nothing is expected to beat plain" in said
-
-
-# Candidates and recipes.
 
 
 def test_a_line_of_a_recipe_means_the_tree() -> None:
@@ -88,11 +258,8 @@ def test_a_line_of_a_recipe_means_the_tree() -> None:
     ]
     for tree in (tree_of(**each) for each in said):
         cut = tree.model_copy(update={"vocab_size": 40})
-        assert tree_of(**recipe_keys(tree)) == tree and tree_of(**recipe_keys(cut)) == cut
+        assert tree_of(**yaml.safe_load(f"{{{as_yaml(tree)}}}")) == tree and tree_of(**recipe_keys(cut)) == cut
         assert tree_of(**recipe_keys(tree_of(**tree.model_dump()))) == tree  # a resolved recipe names every key
-
-
-# Recorded answers, and the script.
 
 
 @pytest.fixture
@@ -143,8 +310,8 @@ def planned(recipe_path: Path, lineup: LoadedModels, *settings: str) -> Plan:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
     """Few timed rounds on a machine that is never busy, and nothing known yet."""
-    monkeypatch.setattr(measuring, "ROUNDS", SETTLING + 1)
-    monkeypatch.setattr(cost_model, "BUSY", float("inf"))
+    monkeypatch.setattr(costs_module, "ROUNDS", SETTLING + 1)
+    monkeypatch.setattr(costs_module, "BUSY", float("inf"))
     (place / "run/planner_costs.json").unlink(missing_ok=True)
 
 
@@ -158,39 +325,8 @@ def test_the_slow_are_dropped_as_far_as_there_is_time(
     plan = planned(recipe_path, lineup, "eval.planner.seconds=1e9")
     assert [len(row.rounds) for row in plan.rows] == [4, 4, 2]  # answers
     assert "2 of 3 candidates along 4 answers" in plan.effort
-    planner_command.print_result(plan, load_recipe(recipe_path), main_contender(load_recipe(recipe_path)))
+    planner_command.print_result(plan, load_recipe(recipe_path))
     assert plan.effort in capsys.readouterr().out
     hasty = planned(recipe_path, lineup, "eval.planner.seconds=1e-9")
     assert [len(row.rounds) for row in hasty.rows] == [2, 2, 2] and len(hasty.answers) == 2  # a first look is taken
-
-
-@pytest.mark.slow
-def test_dropping_the_slow_costs_no_speed(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice is within 2 % of the best of all candidates along all answers, whatever nodes and calls cost."""
-    monkeypatch.setattr(planner, "LOOK", 3)
-    monkeypatch.setattr(planner, "SHOWN_ROWS", 1)
-    candidates = [{"policy": "chain", "nodes": n} for n in (2, 3, 5, 9)] + [{"policy": "svip", "draft_calls": 6}]
-    candidates += [{"nodes": n, "draft_calls": d, "top_k": 4} for n, d in itertools.product((8, 24), (3, 5))]
-    settings = "eval.planner.max_answers=8", f"eval.planner.candidates={json.dumps(candidates)}"
-    recipe, lineup = load_recipe(recipe_path, settings), LoadedModels(TargetFiles(load_recipe(recipe_path).target))
-    contenders, recording, answers = planner.prepared(
-        recipe, TargetFiles.read(recipe.target), main_contender(recipe), candidates_of(recipe)
-    )
-    proposers = {contender.name: loaded_proposer(lineup, contender) for contender in contenders}
-    known = replay_all(lineup.target, proposers, answers, 8)
-    place = {id(answer): i for i, answer in enumerate(answers)}
-
-    def replayed_before(target: Any, proposers: Any, answers: Any, *rest: Any) -> dict[str, list[Generation]]:
-        return {name: [known[name][place[id(answer)]] for answer in answers] for name in proposers}
-
-    monkeypatch.setattr(planner, "replay_all", replayed_before)
-    dropped = 0
-    for node, call in itertools.product((0.0, 0.02, 0.1, 0.3), (0.02, 0.1, 0.3)):
-        costs = linear_costs([contender.tree for contender in contenders], node, call)
-        monkeypatch.setattr(planner, "_costs", lambda *_, costs=costs: costs)
-        plan = planner.make_plan(lineup, recipe, contenders, recording, answers)
-        everyone = ranked(costs, contenders, known, answers, 0)
-        chosen = next(row for row in everyone if row.name == plan.rows[0].name)
-        assert len(plan.answers) == 8 and chosen.speedup >= 0.98 * everyone[0].speedup
-        dropped += sum(len(row.rounds) < 8 for row in plan.rows)
-    assert dropped > 12
+    assert plan.rows[2].name == hasty.rows[2].name  # the slowest

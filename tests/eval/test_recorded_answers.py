@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,7 @@ import torch
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.replay.answers import (
     RecordedAnswer,
-    check_answers,
-    check_recorded_from,
+    check_answers_before_loading,
     kept_for_validation,
     read_answers,
 )
@@ -26,7 +26,6 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.run.inputs import read_rows
-from tests import reference
 from tests.conftest import make_target
 from tests.decoding import decode_batch
 from tests.replay_cases import conversation, generation_line, recorded, write_lines
@@ -67,12 +66,10 @@ def agreement_with(target: Target, answers: Sequence[RecordedAnswer]) -> Agreeme
 
 
 SAMPLINGS = (
-    *(Sampling(temperature) for temperature in (0.3, 0.7, 1.0, 1.5)),
-    *(Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.3), Sampling(1.0, top_p=0.8, top_k=20), Sampling(0.3, top_p=0.9)),
-    *(Sampling(1.5, top_p=0.9), Sampling(1.5, top_k=3)),
+    *(GREEDY, Sampling(0.3), Sampling(0.7), Sampling(1.0), Sampling(1.5), Sampling(1.0, top_k=5)),
+    *(Sampling(1.0, top_p=0.3), Sampling(1.0, top_p=0.8, top_k=20), Sampling(0.3, top_p=0.9), Sampling(1.5, top_k=3)),
 )
-FAST_SAMPLINGS = (GREEDY, Sampling(1.0, top_k=5))
-each_sampling = pytest.mark.parametrize("sampling", a_few([GREEDY, *SAMPLINGS], *FAST_SAMPLINGS), ids=str)
+each_sampling = pytest.mark.parametrize("sampling", a_few(SAMPLINGS, GREEDY, Sampling(1.0, top_k=5)), ids=str)
 
 
 @each_sampling
@@ -93,9 +90,9 @@ def test_a_target_s_own_answers_never_are(sampling: Sampling, seed: int) -> None
 @pytest.mark.parametrize(
     ("was", "written", "message"),
     [
-        (Sampling(1.0, top_k=5), Sampling(1.0), "drawn with other settings than recorded .* less surprising"),
-        (Sampling(1.0), Sampling(0.2), "drawn with other settings than recorded .* more surprising"),
-        (Sampling(1.0), Sampling(1.0, top_k=5), "are cut off by top_k"),
+        (Sampling(1.0, top_k=5), Sampling(1.0), r"other settings than recorded .* -\d\.\d+ nats each beyond its own\."),
+        (Sampling(1.0), Sampling(0.2), r"other settings than recorded .* \+\d\.\d+ nats each beyond its own\."),
+        (Sampling(1.0), Sampling(1.0, top_k=5), r"beyond its own, \d+ of them cut off here"),
     ],
     ids=str,
 )
@@ -105,45 +102,28 @@ def test_answers_that_were_drawn_otherwise_are_refused(was: Sampling, written: S
         agreement_with(target_of(0), answers)
 
 
-@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 0), (1.0, 2), (0.7, 3)])
-def test_surprise_is_measured_against_the_target_s_own_entropy(top_p: float, top_k: int) -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0], [3.0, 0.1, 0.2, 0.5], [0.0, -float("inf"), 1.0, 0.1]])
-    said, temperature = [2, 3, 0], 0.8
-    agreement = Agreement(lenient=False)
-    answer = RecordedAnswer([1], said, Sampling(temperature, top_p, top_k))
-    agreement.add(answer, logits, torch.tensor(said))
-    cut_off, excess, variance = reference.surprise(logits.tolist(), said, temperature, top_p, top_k)
-    assert agreement.impossible == cut_off == {(1.0, 0): 0, (0.8, 0): 2, (1.0, 2): 1, (0.7, 3): 2}[top_p, top_k]
-    assert agreement.excess == pytest.approx(excess, rel=1e-4)
-    assert agreement.variance == pytest.approx(variance, rel=1e-4)
-    assert agreement.drawn_tokens == 3
-
-
 @pytest.mark.parametrize(
-    ("agreement", "refused"),
+    ("agreement", "fits"),
     [
-        (Agreement(False, greedy_tokens=1000, other=8), "probably this target's own, written in"),
-        (Agreement(False, greedy_tokens=1000, other=51), "recorded from another target"),
-        (Agreement(True, greedy_tokens=1000, other=8), None),
-        (Agreement(False, drawn_tokens=1000, impossible=8), "probably this target's own, written in"),
-        (Agreement(False, drawn_tokens=1000, impossible=51), "recorded from another target or drawn"),
-        (Agreement(False, drawn_tokens=1000, impossible=1), None),
+        (Agreement(False, greedy_tokens=1000, other=8), False),
+        (Agreement(True, greedy_tokens=1000, other=8), True),
+        (Agreement(True, greedy_tokens=1000, other=51), False),
+        (Agreement(False, drawn_tokens=1000, impossible=8), False),
+        (Agreement(False, drawn_tokens=1000, impossible=1), True),
     ],
 )
-def test_a_few_differing_tokens_are_another_precision_s(agreement: Agreement, refused: str | None) -> None:
-    """Of 1,000 to 50 tokens bfloat16 may turn one; a reader is told that first, and no other target is suspected."""
-    with nullcontext() if refused is None else pytest.raises(UserError, match=f"^eval.answers: {refused}"):
+def test_a_few_differing_tokens_are_rounding(agreement: Agreement, fits: bool) -> None:
+    """Of 1,000 to 50 tokens bfloat16 may turn one."""
+    with nullcontext() if fits else pytest.raises(UserError, match="in another precision"):
         agreement.check()
 
 
 def test_conversations_are_read_turn_by_turn(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "c.jsonl", conversation(0), "", conversation(1, temperature=0.7, top_k=5))
-    recording = read_answers(path)
-    answers = recording.of("anyone", "plain decoding")
+    answers = read_answers(path).of("anyone", "plain decoding")
     assert [(a.conversation_id, a.turn) for a in answers] == [("c0", 1), ("c0", 2), ("c1", 1), ("c1", 2)]
     assert answers[1].prompt == [2, 11, 12, 4, 3, 9, 8, 4, 2, 11, 13, 4, 3]
-    assert answers[1].tokens == [9, 8, 4]
-    assert (answers[0].benchmark, answers[0].category) == ("mine", "maths")
+    assert (answers[1].tokens, answers[0].benchmark, answers[0].category) == ([9, 8, 4], "mine", "maths")
     assert [a.sampling for a in answers] == [GREEDY, GREEDY, Sampling(0.7, 1.0, 5), Sampling(0.7, 1.0, 5)]
     assert answers[2].place == f"{path}:3"
     assert len(read_answers(path, limit=1).of("x", "y")) == 2
@@ -153,7 +133,7 @@ def test_conversations_are_read_turn_by_turn(tmp_path: Path) -> None:
 def test_everyone_has_its_own_generations_or_plain_decoding_s(tmp_path: Path) -> None:
     lines = [generation_line(name, i, [6, len(name)]) for i in ("a", "b") for name in ("plain decoding", "eagle")]
     path = write_lines(tmp_path / "generations.jsonl", *lines)
-    (tmp_path / "acceptance.json").write_text('{"temperature": 0.5, "top_p": 0.9, "top_k": 3, "target_identity": {}}')
+    (tmp_path / "acceptance.json").write_text('{"temperature": 0.5, "top_p": 0.9, "top_k": 3, "contenders": {}}')
     recording = read_answers(path, sampling=GREEDY)
     assert [a.tokens for a in recording.of("eagle", "plain decoding")] == [[6, 5], [6, 5]]
     assert [a.tokens for a in recording.of("lookup", "plain decoding")] == [[6, 14], [6, 14]]
@@ -171,9 +151,8 @@ def test_everyone_has_its_own_generations_or_plain_decoding_s(tmp_path: Path) ->
     [
         ("{", "malformed JSON"),
         ({"id": "x", "messages": []}, "neither a line of generations"),
-        ({"id": "x", "turns": ["How?", "Why?"]}, r"turns\.0"),
-        (generation_line("e", "x", []), "token_ids"),
-        (generation_line("e", "x", [-1]), r"token_ids\.0"),
+        ({"id": "x", "turns": ["How?", "Why?"]}, "neither a line of generations"),
+        ({"contender": "e"}, "neither a line of generations"),
         (conversation(0, temperature=-1.0), "temperature"),
     ],
 )
@@ -183,25 +162,6 @@ def test_lines_that_cannot_be_replayed_are_named(tmp_path: Path, line: Any, mess
         read_answers(path)
     with pytest.raises(UserError, match="holds no answer"):
         read_answers(write_lines(tmp_path / "empty.jsonl"))
-
-
-def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "c.jsonl", conversation(0), conversation(1))
-    whole = path.read_text()
-    path.write_text(whole.rstrip())  # no more than the last line's end is missing
-    assert len(list(read_answers(path))) == 4
-    path.write_text(whole[:-20])
-    with pytest.raises(UserError, match=r"^eval\.answers: .*c\.jsonl:2: the file is cut off"):
-        read_answers(path)
-
-
-def test_answers_that_stand_there_twice_are_refused(tmp_path: Path) -> None:
-    ones = [generation_line(name, i, [6, 7]) for name in ("a", "b") for i in ("x", "y")]
-    ones += [ones[0] | {"turn": 2}, ones[0] | {"benchmark": "c"}]
-    path = tmp_path / "c.jsonl"
-    assert len(list(read_answers(write_lines(path, *ones)))) == 6
-    with pytest.raises(UserError, match=r"c\.jsonl:7: 'b': the answer to turn 1 of 'y' is there twice, first at .*:4"):
-        read_answers(write_lines(path, *ones, ones[3]))
 
 
 def test_kept_for_validation_is_what_training_keeps(tmp_path: Path, target_dir: Path) -> None:
@@ -227,13 +187,18 @@ def test_answers_that_this_target_cannot_have_written(tmp_path: Path) -> None:
     """Its vocabulary, its positions, and its identity as far as it is known: before the weights are loaded."""
     lines = [conversation(i, tokenizer_fingerprint="f", embedding_digest=digest) for i, digest in ((0, "e"), (50, "x"))]
     recording = read_answers(write_lines(tmp_path / "c.jsonl", *lines))
-    check_answers(recording, 320, 512)
-    check_recorded_from(recording, {"tokenizer_fingerprint": "f"})
-    for check, given, message in (
-        (check_answers, (60, 512), "2: token 61 is outside the target's vocabulary of 60"),
-        (check_answers, (320, 15), "1: prompt and answer are 16 tokens, the target has 15 positions"),
-        (check_recorded_from, ({"tokenizer_fingerprint": "g"},), "1: .* tokenizer_fingerprint f there, g here"),
-        (check_recorded_from, ({"tokenizer_fingerprint": "f", "embedding_digest": "e"},), "2: .* x there, e here"),
+
+    def check(vocab_size: int = 320, positions: int = 512, fingerprint: str = "f", **identity: str) -> None:
+        text, known = SimpleNamespace(vocab_size=vocab_size), {"tokenizer_fingerprint": fingerprint} | identity
+        files: Any = SimpleNamespace(text_config=text, positions=positions, identity=known)
+        check_answers_before_loading(recording, files)
+
+    check()
+    for wrong, message in (
+        ({"vocab_size": 60}, "2: token 61 is outside the target's vocabulary of 60"),
+        ({"positions": 15}, "1: prompt and answer are 16 tokens, the target has 15 positions"),
+        ({"fingerprint": "g"}, "1: .* tokenizer_fingerprint f there, g here"),
+        ({"embedding_digest": "e"}, "2: .* x there, e here"),
     ):
         with pytest.raises(UserError, match=rf"c\.jsonl:{message}"):
-            check(recording, *given)  # type: ignore[operator]
+            check(**wrong)  # type: ignore[arg-type]

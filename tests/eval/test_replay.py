@@ -40,9 +40,6 @@ from tests.replay_cases import (
 from tests.scripted_drafting import unasked_target
 from tests.thinning import a_few
 
-# Decoding's own generations.
-
-
 EVERYTHING = list(itertools.product(FAMILIES, [*POLICIES, "c2t", "causal_lm"]))
 
 
@@ -76,8 +73,6 @@ def test_every_way_to_end_is_met() -> None:
 
 
 FEW = 24  # tokens: where there are few, guesses are often right
-
-
 FEW_PROMPTS = tuple([token % FEW for token in prompt] for prompt in PROMPTS)
 
 
@@ -92,8 +87,7 @@ def test_prompt_lookup_takes_the_same_rounds() -> None:
     lookup = PromptLookup(5, target.device)
     decoded = [decode(target, lookup, prompt, {4}, BUDGET) for prompt in FEW_PROMPTS]
     assert accepted_by(decoded) > 10
-    for batch_size in (1, 3, 7):
-        assert_same_rounds(replay(target, lookup, recorded(decoded), batch_size), decoded)
+    assert_same_rounds(replay(target, lookup, recorded(decoded), 3), decoded)
 
 
 @pytest.mark.slow
@@ -122,11 +116,7 @@ def test_drawn_answers_take_the_same_rounds(name: str, temperature: float) -> No
         assert_same_rounds(replay(target, proposer, recorded(decoded, sampling), batch_size), decoded)
 
 
-# Against a slow twin.
-
-
-@pytest.mark.parametrize("name", ["c2t"])
-def test_rounds_are_those_of_a_walk_by_hand(name: str) -> None:
+def test_rounds_are_those_of_a_walk_by_hand() -> None:
     """Any answers, right and wrong ones: a fresh proposer reads the whole text before every root."""
     target, drafter = pair_of("qwen3", None, **FAMILIES["qwen3"])
     chance = random.Random(2)
@@ -136,14 +126,14 @@ def test_rounds_are_those_of_a_walk_by_hand(name: str) -> None:
         for _ in range(chance.randint(0, 3)):
             answer[chance.randrange(len(answer))] = chance.randrange(320)
         answers.append(RecordedAnswer(prompt, answer))
-    replayed = replay(target, PolicyProposer(FeatureDrafting(drafter), policy(name)), answers, 4)
+    replayed = replay(target, PolicyProposer(FeatureDrafting(drafter), policy("c2t")), answers, 4)
     for answer, mine in zip(answers, replayed, strict=True):
         text = [*answer.prompt, *answer.tokens]
         captured = target.states(torch.tensor([text])).captured
 
         def tree_below(read: int, text: list[int] = text, captured: torch.Tensor = captured) -> Any:
             """Tokens and parents of the tree below the last of `read` tokens."""
-            fresh = PolicyProposer(FeatureDrafting(drafter), policy(name))
+            fresh = PolicyProposer(FeatureDrafting(drafter), policy("c2t"))
             fresh.set_rows([], 1)
             fresh.observe(Committed(target, [text[:read]], captured[:, : read - 1], [read - 1]))
             tree, _ = fresh.propose()
@@ -171,13 +161,11 @@ def test_acceptance_by_hand() -> None:
     assert done.nodes == [6, 3, 6]
     assert verifier.counts == [3, 2, 3]
     # Beyond the end nothing is right, not even the last token again.
-    for longest in (2, 5):
-        answers = [RecordedAnswer([1], [5, 6]), RecordedAnswer([1], [5, 6, 6, 6, 6][:longest])]
-        verifier = RecordedVerifier(answers, None, unasked_target(100))
-        verifier.prefill([answer.prompt for answer in answers])
-        chain = DraftTree.chains([[5, 6, 6, 6, 6, 6]] * 2, torch.device("cpu"))
-        rest = [6] * (longest - 1)
-        assert verifier.accept(chain).new_tokens == [[6, -1], [*rest, -1]]
+    answers = [RecordedAnswer([1], [5, 6]), RecordedAnswer([1], [5, 6, 6, 6, 6])]
+    verifier = RecordedVerifier(answers, None, unasked_target(100))
+    verifier.prefill([answer.prompt for answer in answers])
+    chain = DraftTree.chains([[5, 6, 6, 6, 6, 6]] * 2, torch.device("cpu"))
+    assert verifier.accept(chain).new_tokens == [[6, -1], [6, 6, 6, 6, -1]]
 
 
 def test_states_are_handed_over_once_and_are_the_target_s(monkeypatch: pytest.MonkeyPatch) -> None:

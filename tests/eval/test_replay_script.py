@@ -69,24 +69,7 @@ def test_the_script_replays_what_it_decoded(
 def test_the_script_replays_regenerated_conversations(
     place: Path, target_dir: Path, measure: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = Target(TargetFiles(TargetSection(model=str(target_dir), dtype="float32")).load_model())
-    path = write_lines(place / "conversations.jsonl", *(conversation(i, target) for i in range(4)))
-    out = place / "run/conversations"
-    settings = ("eval.mode=replay", f"eval.answers={path}", f"eval.out={out}")
-    measure(*settings, "--plan")
-    said = capsys.readouterr().out
-    assert f"reads          {path}: 8 answers, 96 tokens  [counted]" in said
-    assert not out.exists()
-    measure(*settings)
-    numbers = json.loads((out / "replay/acceptance.json").read_text())
-    assert numbers["answers"] == 8 and numbers["prompts"] == 4 and list(numbers["benchmarks"]) == ["mine"]
-    assert numbers["contenders"]["plain decoding"]["tau"] == 1
-    assert numbers["contenders"]["plain decoding"]["rounds"] == 8 * 11
-
-
-def test_of_what_was_trained_on_the_kept_conversations_are_replayed(
-    place: Path, target_dir: Path, measure: Callable[..., None], capsys: pytest.CaptureFixture[str]
-) -> None:
+    """Of what was trained on, the conversations that training keeps for validation."""
     target = Target(TargetFiles(TargetSection(model=str(target_dir), dtype="float32")).load_model())
     path = write_lines(place / "trained/conversations.jsonl", *(conversation(i, target) for i in range(11)))
     out = place / "run/trained"
@@ -95,12 +78,15 @@ def test_of_what_was_trained_on_the_kept_conversations_are_replayed(
     ids = {line["conversation_id"] for line in lines_of(out / "replay/generations.jsonl")}
     assert ids == kept_for_validation(path, 64) and len(ids) == 2
     numbers = json.loads((out / "replay/acceptance.json").read_text())
+    assert numbers["answers"] == 4 and numbers["prompts"] == 2 and list(numbers["benchmarks"]) == ["mine"]
+    plain = numbers["contenders"]["plain decoding"]
+    assert (plain["tau"], plain["rounds"]) == (1, 4 * 11)
     assert "the 2 conversations that training keeps" in numbers["recorded_answers"]["note"]
     capsys.readouterr()
     for more, noted in (("train.validation_conversations=0", True), (f"data.conversations={place / 'others'}", False)):
         measure(*settings, more, "--plan")
         said = capsys.readouterr().out
-        assert ": 22 answers, " in said and ("has learnt these answers" in said) == noted
+        assert f"reads          {path}: 22 answers, " in said and ("has learnt these answers" in said) == noted
 
 
 def test_what_recorded_answers_say_of_themselves(place: Path, target_dir: Path, measure: Callable[..., None]) -> None:
@@ -129,7 +115,7 @@ def test_answers_of_another_target_with_the_same_tokenizer_are_refused(
     """By the embeddings where they are recorded, by what it says where they are not."""
     other = Target(make_target(seed=1))
     unknown = write_lines(place / "unknown.jsonl", *(conversation(i, other) for i in range(4)))
-    with pytest.raises(UserError, match=r"recorded from another target: \d\d of 96 greedy tokens"):
+    with pytest.raises(UserError, match=r"recorded from another target.*: \d\d of 96 greedy tokens"):
         measure("eval.mode=replay", f"eval.answers={unknown}")
     known = write_lines(place / "known.jsonl", conversation(0, other, embedding_digest="0" * 64))
     with pytest.raises(UserError, match=r"known\.jsonl:1: recorded from another target: embedding_digest 0000"):

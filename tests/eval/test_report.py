@@ -1,4 +1,4 @@
-"""The report from files alone: exact rounds, hostile text, readable colours, bounded size; and the terminal's table."""
+"""The report from files alone: its verdict, exact rounds, hostile text, bounded size; damaged files; the table."""
 
 import json
 import re
@@ -10,10 +10,9 @@ import pytest
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measurement.generation_log import read_generations, token_texts
 from draftsmith.eval.measurement.metrics import summarise_all
-from draftsmith.eval.report_page import drawing, summary
+from draftsmith.eval.report_page import figures, summary
 from draftsmith.eval.report_page import files as report_files
-from draftsmith.eval.report_page.figures import acceptance_plots, parts_of
-from draftsmith.eval.report_page.legend import Legend
+from draftsmith.recipes.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.report_cases import (
     MADE,
@@ -25,37 +24,76 @@ from tests.report_cases import (
     figures_of,
     make_recipe,
     page_of,
+    rounds_of,
     script_lines,
 )
+
+Speeds = dict[str, tuple[float | None, list[float] | None]]
+FAST, SLOW, WIDE = (1.64, [1.41, 1.93]), (0.74, [0.67, 0.83]), (1.7, [0.9, 2.5])
+
+
+@pytest.mark.parametrize(
+    ("speeds", "said", "fastest"),
+    [
+        ({"a": SLOW, "b": FAST}, "Fastest here", "b"),
+        ({"a": WIDE, "b": FAST}, "Fastest here", "b"),  # a is not sure to be fast
+        ({"a": SLOW, "b": (0.5, [0.4, 0.6])}, "Nothing beats", "a"),
+        ({"a": WIDE, "b": SLOW}, "Nothing is clearly faster", "a"),
+        ({"a": (1.1, None)}, "Nothing is clearly faster", "a"),
+        ({"a": (None, None)}, "No verdict", None),
+    ],
+)
+def test_the_verdict_says_what_the_intervals_allow(speeds: Speeds, said: str, fastest: str | None) -> None:
+    rows = {
+        name: {"speedup": value, "speedup_interval": bounds, "proposer": None if name == PLAIN else "drafter"}
+        for name, (value, bounds) in ({PLAIN: (1.0, [1.0, 1.0])} | speeds).items()
+    }
+    acceptance = {"contenders": rows, "contender": "a", "baseline": PLAIN, "mode": "decode"}
+    verdict = summary.verdict(acceptance)
+    assert verdict.startswith(said) and (fastest is None or f" {fastest}, {speeds[fastest][0]:.2f} times" in verdict)
+    assert "times nothing" in summary.verdict(acceptance | {"mode": "replay"})
+
+
+def test_the_terminal_compares_the_fastest_with_the_next() -> None:
+    def row(ratio: float, proposer: str | None = "drafter") -> dict[str, Any]:
+        return {"proposer": proposer, "fastest_ratio": ratio, "fastest_ratio_interval": [ratio - 0.1, ratio + 0.1]}
+
+    rows = {PLAIN: row(2.0, None), "a": row(1.5), "b": row(1.0), "c": row(1.2)}
+    heading = "Fastest drafting: b. Times as fast as the next ones, paired by prompt:"
+    told = f"{heading}\n  c 1.20 (1.10-1.30)\n  a 1.50 (1.40-1.60)"
+    assert summary.fastest({"contenders": rows}) == told
+    assert summary.fastest({"contenders": {name: rows[name] for name in (PLAIN, "b")}}) is None
 
 
 def test_answers_show_exactly_the_recorded_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_files, "SHOWN_ANSWERS", 5)
     recipe = make_recipe(tmp_path)
     results = evaluate(recipe, [("a", None, str(i), 1) for i in range(9)])
-    page = Page(page_of(recipe))
-    assert len(page.answers) == 5
-    expected = [results[MAIN][i] for i in (0, 1, 3, 5, 7)]  # evenly spread
-    for shown, recorded in zip(page.answers, expected, strict=True):
-        assert [len(r["i"]) for r in shown["rounds"]] == recorded.accepted_per_round
-        titles = [f"Round {i}: {a} of 8 drafted tokens accepted" for i, a in enumerate(recorded.accepted_per_round, 1)]
-        assert [r["title"] for r in shown["rounds"]] == titles
-        own = [len(r["b"]) for r in shown["rounds"]]
-        assert own[:-1] == [1] * (recorded.rounds - 1) and own[-1] == 1 - recorded.last_round_cut
-        assert shown["text"] == "".join(f" word{i}" for i in range(30))
+    html = page_of(recipe)
+    expected = [
+        [
+            (f"Round {i}: {count} of 8 drafted tokens accepted", count, 1 - (i == each.rounds and each.last_round_cut))
+            for i, count in enumerate(each.accepted_per_round, 1)
+        ]
+        for each in (results[MAIN][i] for i in (0, 1, 3, 5, 7))  # evenly spread
+    ]
+    assert rounds_of(html) == expected
+    assert Page(html).answers == ["".join(f" word{i}" for i in range(30))] * 5
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
-    evaluate(recipe, [("a", c, str(i), 1) for i, c in enumerate("xyxy")], contenders=(MAIN, "chain", "lookup"))
+    names = (MAIN, *(f"tree {i}" for i in range(9)))
+    evaluate(recipe, [("a", c, str(i), 1) for i, c in enumerate("xyxy")], contenders=names)
     page = Page(page_of(recipe))
     assert not {"script", "link", "iframe", "object", "base", "a"} & set(page.tags)
-    assert len(figures_of(page)) == len(page.sources) == 3  # comparison, by position, time
+    time, by_position = figures_of(page)
+    assert sum(name in by_position for name in names) == len(figures.MARKERS) and MAIN in by_position  # the fastest
+    assert PLAIN in time and PLAIN not in by_position
     text = re.sub(r'src="data:[^"]+"', "", page_of(recipe))
     assert "@import" not in text and "@font-face" not in text and "url(" not in text
     assert "//" not in re.sub(r"some/model|<pre>.*?</pre>", "", text, flags=re.S)
-    assert all("scroll" in around for around in page.tables_in)  # wide tables scroll inside themselves
-    assert set(re.findall(r"var\(--([a-z0-9]+)\)", text)) <= {*drawing.COLOURS, "sans", "mono"}
+    assert set(re.findall(r"var\(--([a-z0-9]+)\)", text)) <= {*figures.COLOURS, "sans", "mono"}
 
 
 HOSTILE = [
@@ -88,12 +126,12 @@ def test_hostile_texts_stay_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for text in (page.text, *figures_of(page)):
         assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     for answer in page.answers:
-        assert answer["text"] == (
+        assert answer == (
             '<script>alert(1)</script></p></details><b>&lt;&#x3c;"onmouseover="x\ufffd\ufffd\ufffd\ufffd\ufffd'
             "\ufffdevil\ufffd\ufeff\ufffda↵\n⇥\tb·\u05e9\u05dc\u05d5\u05dd{{ 7 * 7 }}{% raw %}$x_1^2$]]>-->"
         )
     for name in names:  # in the table of contenders, at least
-        assert drawing.harmless(name) in page.text
+        assert figures.harmless(name) in page.text
 
 
 def test_generations_are_kept_whole(tmp_path: Path) -> None:
@@ -130,26 +168,24 @@ def test_the_table_fits_eighty_columns(tmp_path: Path, capsys: pytest.CaptureFix
     assert {"plain", "[bold]a", *names[1:]} <= set(rows)  # names are no markup
 
 
-def test_sampled_answers_are_not_called_different(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = make_recipe(tmp_path, temperature=0.7, top_p=0.9)
-    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
-    content = report_files.read_acceptance(recipe.eval_out / "acceptance.json")
-    assert content["lossless"] is True and content["matches_target"] is None
-    for text in ("\n".join(script_lines(recipe, capsys)), Page(page_of(recipe)).text):
-        assert "drawn at temperature 0.7" in text and "token for token" not in text
+def test_whose_answers_they_are_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Different ones are named, with the cause; of drawn ones nothing is said."""
 
+    def told() -> list[str]:
+        texts = (" ".join(script_lines(recipe, capsys)), Page(page_of(recipe)).text)
+        return [re.sub(r"\s+", " ", text) for text in texts]
 
-def test_different_answers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path)
     results = evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
     results[MAIN][1].token_ids[3] = 999
-    numbers = summarise_all(results, PLAIN, 100, 0)
+    numbers = summarise_all(results, PLAIN, 0)
     for dtype, cause in (("float32", "a defect: please report it"), ("bfloat16", "bfloat16 rounds")):
         report_files.write_acceptance(recipe, numbers, described(results), MAIN, PLAIN, MADE | {"dtype": dtype})
-        for text in (" ".join(script_lines(recipe, capsys)), Page(page_of(recipe)).text):
-            text = re.sub(r"\s+", " ", text)
-            assert f"{MAIN} (67% are)" in text and cause in text
-    assert report_files.read_acceptance(recipe.eval_out / "acceptance.json")["matches_target"] is False
+        assert all(f"{MAIN} (67% are)" in text and cause in text for text in told())
+    recipe = make_recipe(tmp_path, temperature=0.7, top_p=0.9)
+    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
+    assert report_files.read_acceptance(recipe.eval_out / "acceptance.json")["matches_target"] is None
+    assert all("drawn at temperature 0.7" in text and "token for token" not in text for text in told())
 
 
 def test_training_curves(tmp_path: Path) -> None:
@@ -164,29 +200,12 @@ def test_training_curves(tmp_path: Path) -> None:
     assert "0.5 after 3000 steps" in text
 
 
-@pytest.mark.parametrize("count", [2, 24])
-def test_the_comparison_numbers_every_contender_where_it_stands(count: int, tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path)
-    names = (MAIN, *(f"tree {i}" for i in range(1, count)))
-    evaluate(recipe, [("a", None, str(i), 1) for i in range(4)], contenders=names)
-    content = report_files.read_acceptance(recipe.eval_out / "acceptance.json")
-    legend, plot = Legend.of(content), acceptance_plots(content)[0]
-    panels = plot.draw(drawing.COLOURS.__getitem__).axes
-    assert plot.name == "comparison" and len(legend.drafting) == count
-    for ax, key in zip(panels, ("tau", "speedup"), strict=True):
-        told = {text.get_text(): text.xy for text in ax.texts}  # type: ignore[attr-defined]
-        assert told == {
-            str(legend.numbers[name]): (row["tree_nodes_per_round"], row[key]) for name, row in legend.drafting.items()
-        }
-
-
 def test_parts_of_benchmarks_whose_names_begin_alike() -> None:
     rows = {MAIN: {}}
     categories = dict.fromkeys(("a/x", "ab/x", "ab/y"), rows)
-    acceptance = {"benchmarks": {"a": rows, "ab": rows}, "categories": categories, "turns": {}}
-    found = [(kind, benchmark, name) for kind, benchmark, name, _ in parts_of(acceptance)]
-    of_ab = [("category", "ab", "x"), ("category", "ab", "y")]
-    assert found == [("benchmark", "a", "a"), ("benchmark", "ab", "ab"), *of_ab]
+    found = summary.parts_of({"benchmarks": {"a": rows, "ab": rows}, "categories": categories, "turns": {}})
+    parts = [("benchmark", "a"), ("benchmark", "ab"), ("category", "x"), ("category", "y")]
+    assert [(kind, name) for kind, name, _ in found] == parts
 
 
 def test_answers_of_one_token_have_no_rounds(tmp_path: Path) -> None:
@@ -194,12 +213,38 @@ def test_answers_of_one_token_have_no_rounds(tmp_path: Path) -> None:
     evaluate(recipe, [("a", None, str(i), 1) for i in range(2)], length=1)
     page = Page(page_of(recipe))
     assert "nothing could be drafted" in page.text and page.sources == []
-    assert [answer["text"] for answer in page.answers] == [" word0"] * 2
+    assert page.answers == [" word0"] * 2
 
 
 def test_a_worthless_drafter_gets_advice() -> None:
-    def said(tau: float | None, proposer: str = "drafter") -> list[str]:
+    def said(tau: float | None, proposer: str = "drafter") -> str | None:
         return summary.advice({"contender": MAIN, "contenders": {MAIN: {"tau": tau, "proposer": proposer}}})
 
-    assert len(said(1.0)) == 1 and said(1.0)[0].startswith("note: tau 1.00: ") and "Train longer" in said(1.0)[0]
-    assert said(1.3) == said(None) == said(1.0, "sam") == []
+    assert "Train longer" in (said(1.0) or "") and said(1.3) is said(None) is said(1.0, "sam") is None
+
+
+# Damaged files.
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)], contenders=(MAIN, "other"))
+    metrics, answers = report_files.metrics_path(recipe), report_files.generations_path(recipe)
+
+    def damaged(path: Path, content: bytes, said: str) -> None:
+        before = path.read_bytes() if path.exists() else None
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=said):
+            report_files.write_report(recipe)
+        path.unlink() if before is None else path.write_bytes(before)
+
+    good = b'{"step": 1, "loss": 2.0, "simulated_tau": 1.7}'
+    for line, said in ((b"not json", "malformed"), (b"[1]", "not a JSON object"), (b'{"step": 2}', "lacks loss")):
+        damaged(metrics, b"\n".join((good, line, good, b"")), rf"metrics\.jsonl:2: {said}.*; delete the line")
+    lines = answers.read_bytes().splitlines()
+    cut = b"\n".join([*lines[:7], lines[7][:-9], lines[8]])
+    damaged(answers, cut, r"generations\.jsonl:8: malformed JSON.*run `draftsmith evaluate` again")
+    others = b"\n".join(line for line in lines if MAIN.encode() not in line)
+    damaged(answers, others, "holds no answer of 'eagle3, tree of 60'; it is damaged, or of another run")
+    for text in (b"[1]", b'{"contender": "a", "contend', b'{"tau": 1}'):
+        damaged(recipe.eval_out / "acceptance.json", text, r"acceptance\.json: .*run `draftsmith evaluate` again")

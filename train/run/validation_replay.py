@@ -141,5 +141,5 @@ def check_best(keep_best: str | None, rows: Sequence[TrainingRow], replay: Valid
 
 def replay_metrics(generations: Sequence[Generation]) -> dict[str, Any]:
     """The keys that replay adds to a line of metrics.jsonl; `eval.measurement.metrics` defines both numbers."""
-    numbers = summarise(generations, generations, bootstrap_samples=1, seed=0, sampled=True)
+    numbers = summarise(generations, generations, seed=0, sampled=True)
     return {"replay_tau": numbers["tau"], "replay_accepted_by_position": numbers["acceptance_by_position"]}
