@@ -40,8 +40,8 @@ $(TOOLS): $(INSTALLED)
 test: tools  ## the tests, without the slow ones; one process a core
 	$(BIN)/python -m pytest -m "not slow" -n auto
 
-test-slow: tools  ## the slow tests, without wheel-check
-	$(BIN)/python -m pytest -m "slow and not exhaustive" -n auto --ignore tests/test_packaging.py
+test-slow: tools  ## the slow tests, wheel-check among them
+	$(BIN)/python -m pytest -m "slow and not exhaustive" -n auto --dist worksteal
 
 test-all: tools  ## every test, with those of which the others run a few: more kills, every family, every combination
 	$(BIN)/python -m pytest -n auto
