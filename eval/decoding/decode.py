@@ -9,10 +9,8 @@
 
 Plain decoding is the same loop with a root alone. Accepted positions always reach the drafter with the target's own
 states, never with drafted ones. New prompts take the rows of answers that ended (`decode_stream`). A round waits for
-the device once, for its tokens. Stopping tests (`eval.decoding.policies`), drawn and padded trees when sampling,
-relaxed acceptance and SAM beside a drafter wait for more, and a causal LM reads its drafted tokens on the host.
-
-A `Verifier` is the target (`TargetVerifier`) or a recorded answer (`eval.replay.replay`).
+the device once, for its tokens; only stopping tests, sampling from trees, relaxed acceptance, SAM beside a drafter and
+causal LMs wait for more.
 """
 
 import itertools
@@ -75,7 +73,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of verified trees, on the host."""
+    """What is accepted of verified trees, on the host."""
 
     new_tokens: list[list[int]]  # of each row: the accepted drafted tokens and the bonus
     nodes: list[int]  # of each row's tree
@@ -94,25 +92,18 @@ class Round(Verified):
 
 
 class Verifier(Protocol):
-    """Decides which drafted tokens are the target's, and hands the target's states to the proposer."""
+    """Decides which drafted tokens are the target's, and hands the target's states to the proposer: the target
+    (`TargetVerifier`) or a recorded answer (`eval.replay.replay`)."""
 
     device: torch.device
     positions: int  # of the target
 
     def prefill(self, prompts: Sequence[Sequence[int]], draws: Sequence[Draws] | None = None) -> list[int]:
-        """Appends a row for each prompt and returns the first token of each answer.
-
-        Args:
-            draws: the random numbers of each row; needed if the target samples.
-        """
+        """Appends a row for each prompt and returns the first token of each answer. `draws`: each row's."""
         ...
 
     def committed(self, tokens: Sequence[Sequence[int]]) -> Committed:
-        """The tokens and states that were read or committed since the last round, for the proposer.
-
-        Args:
-            tokens: all tokens of each row, the unread root last.
-        """
+        """What was read or committed since the last round. `tokens`: all of each row, the unread root last."""
         ...
 
     def limits(self) -> list[int]:
@@ -134,8 +125,7 @@ class TargetVerifier:
     """Verifies with the target model. A decoder can be a proposer: `run_round`, then `rollback` and `read`.
 
     Args:
-        proposer: its `capture_layers` are captured; None: no layers.
-        acceptance: decides which drafted tokens are kept.
+        proposer: whose `capture_layers` are captured.
         prefill_tokens: as `TargetSession.prefill` takes `at_once`.
     """
 
@@ -201,12 +191,8 @@ class TargetVerifier:
         )
 
     def rollback(self, lengths: Sequence[int], proposer: Proposer | None) -> None:
-        """Keeps the first lengths[b] tokens that were read of each row, between rounds.
-
-        Before the next round, `read` must bring every row at least one token: the one behind those kept.
-
-        Args:
-            proposer: of the rounds before. It is rolled back, too, as far as it has observed more.
+        """Keeps the first lengths[b] tokens that were read of each row, and so does the proposer, if it has observed
+        more. Before the next round, `read` must bring every row at least one token: the one behind those kept.
 
         Raises:
             ValueError: a row has fewer tokens, or there are more or fewer rows.
@@ -274,30 +260,19 @@ def decode(
     draws: Sequence[Draws] | None = None,
     watch: "Watch | None" = None,
 ) -> list[Generation]:
-    """One answer to each prompt, all decoded side by side.
+    """One answer to each prompt, all decoded side by side. Arguments and errors are those of `decode_stream`.
 
     With a greedy `TargetVerifier` the tokens are those of plain greedy decoding, whatever the proposer drafts: exactly
     in float32; in lower precision as far as the target's forward over several tokens rounds like the one over a single
     token. Sampled tokens have the law of plain sampling; the tokens drawn depend on `draws` and on the drafts.
 
     Args:
-        proposer: None: plain decoding.
         max_new_tokens: one number for all answers, or one for each.
         draws: the random numbers of each answer; needed if the acceptance samples.
-        watch: as in `decode_stream`.
-
-    Raises:
-        ValueError: as `decode_stream`, or no prompts.
     """
     budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    if not prompts:
-        raise ValueError("decoding needs prompts")
-    if draws is not None and len(draws) != len(prompts):
-        raise ValueError(f"{len(draws)} sets of draws for {len(prompts)} prompts")
-    requests = [
-        Request(i, prompt, budget, None if draws is None else draws[i])
-        for i, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
-    ]
+    each = zip(prompts, budgets, draws or [None] * len(prompts), strict=True)
+    requests = [Request(i, *request) for i, request in enumerate(each)]
     answers = dict(decode_stream(verifier, proposer, iter(requests), stop_ids, len(requests), watch))
     return [answers[request.key] for request in requests]
 
@@ -359,8 +334,9 @@ def decode_stream(
     A small model on a CPU is a tenth faster if the caller is in `torch.inference_mode()`.
 
     Args:
+        proposer: None: plain decoding.
         requests: None means "nothing now, ask again after an answer", for prompts that contain answers.
-        watch: called after each round with its nodes, its draft calls and its marks.
+        watch: called after each round.
 
     Yields:
         (key, answer), each as it ends.
@@ -408,7 +384,7 @@ def decode_stream(
 
 
 def _taken(waiting: Iterator[Request | None], most: int) -> tuple[list[Request], bool]:
-    """(the next requests, whether they are exhausted). Fewer than `most` if None says "not now"."""
+    """(the next requests, whether they are exhausted); fewer than `most` after a None."""
     new: list[Request] = []
     while len(new) < most:
         one = next(waiting, _END)
@@ -488,15 +464,12 @@ def count_kept(new_tokens: Sequence[int], stop_ids: Collection[int], budget: int
 
 Mark = float | torch.Event
 # Nodes of the largest tree, most draft calls, and five marks: when the round before ended, when drafting, verifying and
-# accepting began, and when the round ended. (Plain decoding's drafting takes no time.)
+# accepting began, and when the round ended.
 Watch = Callable[[int, int, Sequence[Mark]], object]
 
 
 class Clock:
-    """Time marks, and the seconds between them.
-
-    On an accelerator a mark is an event in its queue, so the host does not wait.
-    """
+    """Time marks, and the seconds between them. An accelerator's are events in its queue: the host does not wait."""
 
     def __init__(self, device: torch.device):
         self.device = device

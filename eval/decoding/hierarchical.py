@@ -21,8 +21,8 @@ may grow trees by any policy.
 Shapes: B rows, n positions, F captured states.
 """
 
-import itertools
 from collections.abc import Sequence
+from os.path import commonprefix
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -85,7 +85,7 @@ class HierarchicalProposer:
         """Brings the small model to these texts without their roots. Where it has read all of them in its own chains,
         it forgets the rest and reads nothing."""
         read = self.verifier.session.lengths
-        shared = [common_length(*pair) for pair in zip(self.texts, texts, strict=True)]
+        shared = [len(commonprefix([list(old), list(new)])) for old, new in zip(self.texts, texts, strict=True)]
         if self.states is not None and all(
             min(most, length) >= len(text) - 1 for most, length, text in zip(shared, read, texts, strict=True)
         ):
@@ -146,8 +146,3 @@ class HierarchicalProposer:
         tree = DraftTree.chains(chains, verifier.device)
         tree.sources = [DraftedBy("", inner_accepted=tuple(counts)) for counts in accepted]
         return tree, calls
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common beginning."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
