@@ -37,8 +37,7 @@ class Svip:
 
     A token drawn from q is accepted with probability at least 1 - sqrt(c H(q)), by Pinsker's inequality with the
     cross-entropy taken as a multiple of H. The chain ends once that is below 1 - h: iff c H > h^2. The uncertain token
-    is kept, because it is already drafted. Deviation: the paper's text folds c into h; the published code has c = 0.15
-    and h = 0.3, which stops above 0.6 nats.
+    is kept, because it is already drafted. The defaults are the published code's; the paper's text folds c into h.
     """
 
     c: float = 0.15
@@ -58,9 +57,8 @@ class Stop(Protocol):
         """[B] bool: no further call for this row. None: no test after this call.
 
         Args:
-            call: number of calls so far, this one included.
-            values_Bb: of the nodes that this call expanded.
-            log_probs: [B, b, Vd] result of this call.
+            call: number of calls so far, of which the last one expanded nodes of `values_Bb` and gave `log_probs`
+                [B, b, Vd].
             beam_BK: values of the nodes that the next call would expand.
         """
         ...
@@ -91,13 +89,11 @@ class SvipTree:
 
     The bound is the chain's, in expectation. Let P_i be the values of the nodes that the last call expanded, and q_i
     the resulting distributions. If the target's path runs through one of them, it runs through node i with probability
-    w_i = P_i / sum P by the drafter's own belief. A token drawn there is accepted with probability at least
-    1 - sqrt(c H(q_i)). Drafting ends once the expected bound is below 1 - h:
+    w_i = P_i / sum P by the drafter's own belief. Drafting ends once the expected bound is below 1 - h:
 
         stop  iff  sum_i w_i sqrt(c H(q_i)) > h
 
-    The square root is inside the mean: the root of the mean entropy would be a looser bound. A beam of one node gives
-    exactly the chain's rule. As there, the children just proposed remain candidates for the tree.
+    A beam of one node gives the chain's rule. As there, the children just proposed remain candidates for the tree.
     """
 
     c: float = 0.15
