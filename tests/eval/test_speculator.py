@@ -99,20 +99,13 @@ REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
     ("700 nodes, .* 512 positions", [{"tree": TreeSection(nodes=700, top_k=100)}]),
     ("599 draft calls deep", [{"tree": TreeSection(policy="chain", nodes=600)}]),
     ("tree.vocab_size: .* token_counts", [{"tree": TreeSection(vocab_size=9)}]),
-    ("give TreeSection", [{"tree": tree} for tree in ({}, {"policy": "chain"}, "chain")]),
-    ("give Sampling", [{"sampling": sampling} for sampling in (0.7, {"temperature": 0.7}, None)]),
-    ("max_new_tokens: ", [{"max_new_tokens": count} for count in (0, -1, 2.5, "4", None, True)]),
+    ("max_new_tokens: ", [{"max_new_tokens": 0}]),
     ("512 positions", [{"max_new_tokens": 600}]),
-    ("seed: ", [{"seed": seed} for seed in ("x", 1.5, None)]),
     ("cannot be asked", [{"question": [{"role": "user", "content": [{"type": "image"}]}]}]),
     (
-        "question: ",
-        [
-            {"question": each}
-            for each in (None, 5, b"x", [], ["x"], [None], MESSAGES[0], [ASSISTANT | {"role": "User"}])
-        ],
+        "question: .* end with a question",
+        [{"question": each} for each in ([], [ASSISTANT | {"role": "User"}], [*MESSAGES, ASSISTANT])],
     ),
-    ("ends with a question", [{"question": [*MESSAGES, ASSISTANT]}]),
 ]
 
 
@@ -131,9 +124,6 @@ def test_what_cannot_be_loaded_is_said(target_dir: Path, drafter_dir: Path, tmp_
     save_token_counts(foreign, torch.arange(VOCAB_SIZE), "another's", [4])
     for message, arguments in (
         ("no drafter here", (target, tmp_path)),
-        ("^target: ", ({"model": "x"}, drafter_dir)),
-        ("^drafter: ", (target, None)),
-        ("^token_counts: 5", (target, drafter_dir, 5)),
         ("no such token counts", (target, drafter_dir, tmp_path / "none")),
         ("^token_counts: .* was counted with a", (target, drafter_dir, foreign)),
     ):
