@@ -53,14 +53,10 @@ class Documents:
         position  0 1 2 3 0 1 2 0 1
         row 1     d d d d d d . . .                (1, 0, 6)
         position  0 1 2 3 4 5 0 0 0         each token of padding is a document of its own
-
-    Attributes:
-        position: [B, T] of each token in its document; 0 in padding.
-        places: (row, first column, tokens) of each document, row by row, in the order of columns.
     """
 
-    position: torch.Tensor
-    places: tuple[tuple[int, int, int], ...]
+    position: torch.Tensor  # [B, T] of each token in its document; 0 in padding
+    places: tuple[tuple[int, int, int], ...]  # (row, first column, tokens) of each, row by row, in the columns' order
 
     def first(self) -> torch.Tensor:
         """[B, T] the column in which the document of each token begins."""

@@ -1,8 +1,7 @@
 """What all drafters share: the shape in their config.json, decoder layers, and how training and decoding ask them.
 
 `models.drafters.KINDS` lists the kinds. A kind is trained by its `Steps` and drafts by its
-`models.draft_tree.Drafting`; what lies between is its own. `models.feature_drafter` has those of the kinds that draft
-one token after another.
+`models.draft_tree.Drafting`.
 
 Shapes: B rows, T tokens, C columns, A query heads, G key/value heads, D head dimension, H hidden size, F captured
 states, V target vocabulary, Vd draft vocabulary.
@@ -71,12 +70,7 @@ class DrafterConfig:
         intermediate_size: int | None = None,
         **own: Any,
     ) -> Self:
-        """The shape that fits a target; arguments that are None take the target's value.
-
-        Args:
-            config: the target's text config; vocab_size: rows of its head.
-            own: further fields of the kind's config.
-        """
+        """The shape that fits a target; arguments that are None take the value of `config`, its text config."""
         # Where layers differ, the drafter takes after one with full attention, which it has, too.
         types = getattr(config, "layer_types", None) or []
         layer = layer_configs(config)[types.index("full_attention") if "full_attention" in types else 0]
@@ -112,7 +106,7 @@ class DrafterConfig:
 
     @property
     def column_bytes(self) -> int:
-        """Bytes of a column's keys and values in float32."""
+        """Of a column's keys and values in float32."""
         return 2 * 4 * self.num_key_value_heads * self.head_dim * self.cached_layers
 
     def to_dict(self) -> dict[str, Any]:
@@ -217,7 +211,7 @@ class Drafter(nn.Module):
         return self.head(None)(outputs)
 
     def head(self, rows: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function like `logits` for the draft ids `rows` [n] only: [..., H] to float32 [..., n]. None: all ids."""
+        """`logits` for the draft ids `rows` [n] only. None: all ids."""
         raise NotImplementedError
 
     def head_loss(self, outputs: Sequence[torch.Tensor], loss: Callable[..., Any]) -> Any:
@@ -265,8 +259,6 @@ class Steps(Protocol):
 
         Args:
             inputs_BT: the tokens as the target's first layer reads them.
-            attend: the attention, by the device's kernel.
-            gradient_checkpointing: whether the backward pass computes the layers again.
             detach: where gradients end between drafted positions, of kinds that read their own outputs.
             documents: packed documents; None: every row is one.
         """

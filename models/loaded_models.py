@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from draftsmith.models.blocked import block_layers, block_linears
-from draftsmith.models.causal_lm import check_vocabulary, load_draft_model
+from draftsmith.models.causal_lm import load_draft_model
 from draftsmith.models.checkpoint import load_drafter, provenance, read_drafter_config
 from draftsmith.models.costs import hardware
 from draftsmith.models.drafter_base import Drafter
@@ -92,6 +92,5 @@ class LoadedModels:
             files = TargetFiles(section, large=self.files)
             small = load_draft_model(files)
             block_linears(small.layers)
-            check_vocabulary(small, self.target)
             self.draft_models[key] = files, small
         return self.draft_models[key]
