@@ -73,7 +73,7 @@ def _attention(
 
 
 def is_possible(decoder: nn.Module) -> bool:
-    """Whether all layers use PyTorch's attention. Others (soft caps, sinks) have their own formulas."""
+    """Whether all layers use PyTorch's attention: others (soft caps, sinks) have their own formulas."""
     return {config._attn_implementation for config in _configs(decoder)} == {"sdpa"}
 
 

@@ -1,9 +1,8 @@
 """The hierarchy of SpecMQuant (arXiv 2505.22179, section 5): a drafter drafts for a small model, which drafts for the
 target.
 
-A tree of many nodes is dear to verify where the target's weights are quantised (docs/decoding.md). So a small or more
-strongly quantised model with a drafter of its own decodes a few rounds, and the target verifies their tokens alone, as
-one chain:
+A tree of many nodes is dear to verify where the target's weights are quantised. So a small or more strongly quantised
+model with a drafter of its own decodes a few rounds, and the target verifies their tokens, as one chain:
 
     text                   p p p p r               r the root, unread
     inner round 1                    a b           the small model accepts a of the drafter's tree; b is its own
@@ -12,11 +11,8 @@ one chain:
     text                   p p p p r a b x         the small model keeps p p p p r a b, and has nothing to read
 
 The chain has at least L tokens (`min_draft_length`) and at most L + R, where R is the most draft calls of an inner
-round, because a round that begins with L - 1 adds at most R + 1. It depends on the text alone, so acceptance takes it
-as ranked (q = 1), and every rule that is lossless with drafts chosen by rank is lossless here.
-
-Deviations from the authors' code: batches; sampling; all inner rounds go through the loop (`run_round`), so the drafter
-may grow trees by any policy.
+round, because a round that begins with L - 1 adds at most R + 1. It depends on the text alone, so to acceptance it is
+chosen by rank (q = 1). Deviations from the authors' code: batches, sampling, any policy for the drafter's trees.
 
 Shapes: B rows, n positions, F captured states.
 """
@@ -40,8 +36,7 @@ class HierarchicalProposer:
     Args:
         small: shares the target's vocabulary and has as many positions or more.
         inner: drafts for the small model.
-        min_draft_length: tokens at which a chain ends (L). Chains are shorter only where the small model's positions
-            end.
+        min_draft_length: L; chains are shorter only where the small model's positions end.
     """
 
     capture_layers: tuple[int, ...] = ()

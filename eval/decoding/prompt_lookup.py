@@ -1,7 +1,7 @@
 """Prompt lookup: the continuation of the last n-gram's latest earlier occurrence, as a chain. No model, no training.
 
-The baseline that every trained drafter must beat. Follows transformers' `prompt_lookup_num_tokens` (longest n-gram
-first). Deviation: it takes the latest occurrence, not the first, because nearby text is likelier to be repeated.
+The baseline that every trained drafter must beat. As transformers' `prompt_lookup_num_tokens`, but for the latest
+occurrence in the place of the first: nearby text is likelier to be repeated.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,8 +66,7 @@ class _Text:
     def __init__(self, max_ngram: int):
         self.max_ngram = max_ngram
         self.tokens: list[int] = []
-        # The latest end (index of the following token) of every n-gram, and the one before: no token follows the
-        # latest occurrence of the last n-gram.
+        # Of every n-gram the latest end (index of the following token), and the one before, which the text's end needs.
         self.ends: dict[tuple[int, ...], tuple[int, int | None]] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
