@@ -193,7 +193,7 @@ class SamRouter:
         if self.fuse:
             return fused(tree, drafts), calls
         calls = [0 if draft.tokens else count for draft, count in zip(drafts, calls, strict=True)]
-        return _each_its_own(self.sam.tree(drafts), tree, drafts), calls
+        return replaced(tree, drafts), calls
 
 
 def _joined(before: Committed, after: Committed) -> Committed:
@@ -242,60 +242,44 @@ def _shallow_first(tokens: list[int], parents: list[int]) -> tuple[list[int], li
     return [tokens[node - 1] for node in order], [place[parents[node - 1]] for node in order]
 
 
-def _each_its_own(sam: DraftTree, other: DraftTree, drafts: Sequence[SamDraft]) -> DraftTree:
-    """SAM's chain in rows with a draft, the other's tree in the others; nothing is read from the device.
+def _rows_of(tree: DraftTree) -> list[tuple[list[int], list[int]]]:
+    """Waits for the device."""
+    sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
+    numbers = torch.stack((tree.tokens, tree.parents), dim=1).tolist()
+    return [(tokens[:size], parents[:size]) for (tokens, parents), size in zip(numbers, sizes, strict=True)]
 
-    Beside drawn trees SAM's tokens count as drawn from distributions with one token each.
+
+def replaced(tree: DraftTree, drafts: Sequence[SamDraft]) -> DraftTree:
+    """SAM's chain in the place of the tree in rows with a draft.
+
+    Beside drawn trees its tokens count as drawn from distributions with one token each.
     """
-    device, most = other.tokens.device, max(sam.nodes, other.nodes)
-    by_sam_B = torch.tensor([bool(draft.tokens) for draft in drafts], device=device)
-
-    def chosen(of_sam: torch.Tensor, of_other: torch.Tensor) -> torch.Tensor:
-        return torch.where(by_sam_B.view(-1, *[1] * (of_sam.dim() - 1)), of_sam, of_other)
-
-    def padded(tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows, nodes = tree.tokens.shape
-        tail = torch.arange(nodes - 1, most - 1, device=device).expand(rows, -1)
-        sizes = torch.full((rows,), nodes, device=device) if tree.sizes is None else tree.sizes
-        return functional.pad(tree.tokens, (0, most - nodes)), torch.cat((tree.parents, tail), dim=1), sizes
-
-    drawn_from = None
-    if other.drawn_from is not None:
-        vocab_size = other.drawn_from.shape[-1]
-        one_token = functional.one_hot(sam.tokens[:, 1:], vocab_size).to(other.drawn_from)
-        if sam.sizes is not None:
-            drafted = torch.arange(1, sam.nodes, device=device) < sam.sizes[:, None]
-            one_token = one_token * drafted[..., None]
-        drawn_from = chosen(
-            functional.pad(one_token, (0, 0, 0, most - one_token.shape[1])),
-            functional.pad(other.drawn_from, (0, 0, 0, most - other.nodes)),
-        )
-    tokens, parents, sizes = (chosen(*pair) for pair in zip(padded(sam), padded(other), strict=True))
-    of_other = [other.nodes] * other.rows if other.tried is None else other.tried
-    return DraftTree(
-        tokens,
-        parents,
-        max(sam.depth, other.depth),
-        sizes,
-        drawn_from,
-        sam.is_chain and other.is_chain,
-        [DraftedBy(d.source) if d.tokens else _by_drafter(other, row) for row, d in enumerate(drafts)],
-        [len(d.tokens) or most for d, most in zip(drafts, of_other, strict=True)],
-    )
+    rows = [
+        ([tokens[0], *draft.tokens], [-1, *draft.parents]) if draft.tokens else (tokens, parents)
+        for (tokens, parents), draft in zip(_rows_of(tree), drafts, strict=True)
+    ]
+    merged = _tree(rows, tree.tokens.device)
+    if tree.drawn_from is not None:
+        merged.drawn_from = functional.pad(tree.drawn_from, (0, 0, 0, merged.nodes - tree.nodes))
+        for drawn_NV, draft in zip(merged.drawn_from, drafts, strict=True):
+            if draft.tokens:
+                drawn_NV.zero_()[range(len(draft.tokens)), draft.tokens] = 1
+    merged.sources = [DraftedBy(d.source) if d.tokens else _by_drafter(tree, row) for row, d in enumerate(drafts)]
+    tried = [tree.nodes] * tree.rows if tree.tried is None else tree.tried
+    merged.tried = [len(draft.tokens) or most for draft, most in zip(drafts, tried, strict=True)]
+    return merged
 
 
 def fused(tree: DraftTree, drafts: Sequence[SamDraft]) -> DraftTree:
     """The trees with SAM's chains: a trie, in which a token that both drafted at the same place is one node.
 
-    A round waits for the device once more. Raises ValueError for drawn tokens.
+    Raises ValueError for drawn tokens.
     """
     if tree.drawn_from is not None:
         raise ValueError("drawn tokens cannot be fused: they would get siblings that were not drawn")
-    numbers = torch.stack((tree.tokens, tree.parents)).tolist()
-    sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
     rows, sources = [], []
-    for row, (size, draft) in enumerate(zip(sizes, drafts, strict=True)):
-        tokens, parents = (numbers[part][row][:size] for part in (0, 1))
+    for row, ((tokens, parents), draft) in enumerate(zip(_rows_of(tree), drafts, strict=True)):
+        size = len(tokens)
         child: dict[tuple[int, int], int] = {}
         for node in range(1, size):
             child.setdefault((parents[node], tokens[node]), node)
