@@ -31,7 +31,7 @@ from draftsmith.recipes.sections.target import TargetSection
 
 
 def load_draft_model(files: TargetFiles) -> Target:
-    """A causal LM as drafter, with any number of layers: none of its states is captured. UserErrors are draft_model's."""
+    """A causal LM as drafter, of any depth: none of its states is captured. UserErrors name draft_model's keys."""
     try:
         return files.load(capture_layers=(0,))
     except UserError as error:

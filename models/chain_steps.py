@@ -52,11 +52,15 @@ def chain_steps(
     detach: Detach = False,
     documents: Documents | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Outputs of a chain's steps: `models.drafter_base.Steps`.
+    """Yields outputs [B, C, H] of steps 0 to `steps` - 1 for the counted columns (`models.alignment`).
+
+    At step k only columns with `columns.counted(k)` are meaningful; the others must be masked.
 
     Args:
-        detach: True: gradients never flow from one step to the one before (HASS); else not where the stack changes,
-            unless it is False.
+        inputs_BT: the tokens as the target's first layer reads them.
+        detach: where gradients end between drafted positions: True: at each step (HASS); "specialists": where the stack
+            changes; False: nowhere.
+        documents: packed documents; None: every row is one.
     """
     rows, tokens = captured_BTF.shape[:2]
     places = documents.places if documents is not None else [(row, 0, tokens) for row in range(rows)]

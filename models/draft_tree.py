@@ -12,8 +12,8 @@ shallower nodes first. Node 0 is the root: the target's own last token, which it
 Smaller trees of a batch are padded at the end; a single tree never is.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -127,13 +127,13 @@ class DraftTree:
         if drawn_from is not None:  # new leaves have no drawn child
             leaves = self.depths[:, :nodes] >= limits_B1
             drawn_from = drawn_from[:, :nodes].masked_fill(leaves[..., None], 0)
-        return DraftTree(
-            self.tokens[:, :nodes],
-            self.parents[:, :nodes],
-            min(self.depth, max(limits)),
-            None if self.rows == 1 else sizes,
-            drawn_from,
-            self.is_chain,
+        return replace(
+            self,
+            tokens=self.tokens[:, :nodes],
+            parents=self.parents[:, :nodes],
+            depth=min(self.depth, max(limits)),
+            sizes=None if self.rows == 1 else sizes,
+            drawn_from=drawn_from,
         )
 
     @classmethod
@@ -155,24 +155,17 @@ class DraftTree:
 class Embedder(Protocol):
     """The part of a target that gives drafters their token embeddings."""
 
-    def embed(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor: ...
-
-    def inputs(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        inserts: Sequence[PlacedInsert] = (),
-        dtype: torch.dtype | None = None,
-    ) -> DecoderInputs: ...
+    embed: Callable[..., torch.Tensor]
+    inputs: Callable[..., DecoderInputs]
 
 
 @dataclass(frozen=True)
 class Committed:
     """Newly committed tokens for a proposer: n positions of each row.
 
-        tokens       p  p  p  a  b  r          r: the root, which the target has not read yet
-        features              f  f             of the newest positions; counts is 2 here
-        inputs                b  r             the token behind each, at the position of the feature
+    tokens       p  p  p  a  b  r          r: the root, which the target has not read yet
+    features              f  f             of the newest positions; counts is 2 here
+    inputs                b  r             the token behind each, at the position of the feature
     """
 
     target: Embedder

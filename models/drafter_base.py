@@ -9,20 +9,17 @@ states, V target vocabulary, Vd draft vocabulary.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from typing_extensions import Self
 
-from draftsmith.models.alignment import Columns, Documents, Run
 from draftsmith.models.families import layer_configs, rotations, usable_positions
 from draftsmith.models.layers import Attention, GatedMLP, RmsNorm, rotary
-from draftsmith.models.prompt import DecoderInputs
 from draftsmith.models.rotation import PLAIN, drafters_rotation
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.sections.train import Detach
 
 
 @dataclass(frozen=True)
@@ -224,42 +221,7 @@ class Drafter(nn.Module):
         return dict(tensors)
 
 
-class Attend(Protocol):
-    """Attention over a causal prefix and keys of the same column (`train.attention.merged.merged_attention`)."""
-
-    def __call__(
-        self,
-        query_BACD: torch.Tensor,
-        prefix_keys_BGTD: torch.Tensor,
-        prefix_values_BGTD: torch.Tensor,
-        own_keys: Sequence[torch.Tensor],
-        own_values: Sequence[torch.Tensor],
-        runs: Sequence[Run],
-    ) -> torch.Tensor: ...
-
-
-class Steps(Protocol):
-    """How a kind computes what training compares: the outputs of every drafted position."""
-
-    def __call__(
-        self,
-        drafter: Any,
-        captured_BTF: torch.Tensor,
-        inputs_BT: DecoderInputs,
-        columns: Columns,
-        steps: int,
-        attend: Attend,
-        gradient_checkpointing: bool = False,
-        detach: Detach = False,
-        documents: Documents | None = None,
-    ) -> Iterator[torch.Tensor]:
-        """Yields outputs [B, C, H] of steps 0 to `steps` - 1 for the counted columns (`models.alignment`).
-
-        At step k only columns with `columns.counted(k)` are meaningful; the others must be masked.
-
-        Args:
-            inputs_BT: the tokens as the target's first layer reads them.
-            detach: where gradients end between drafted positions, of kinds that read their own outputs.
-            documents: packed documents; None: every row is one.
-        """
-        ...
+# Attention over a causal prefix and keys of the same column: `train.attention.merged.merged_attention`.
+Attend = Callable[..., torch.Tensor]
+# How a kind computes the outputs of every drafted position, for training: as `models.chain_steps.chain_steps`.
+Steps = Callable[..., Iterator[torch.Tensor]]

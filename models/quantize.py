@@ -173,7 +173,7 @@ def quantized_bytes(layers: nn.ModuleList, precision: QuantizationSection) -> tu
 
 
 def check_quantization(precision: QuantizationSection, config: Any, layers: nn.ModuleList, device: str) -> None:
-    """Raises UserError: the checkpoint is quantised already, a layer's shape does not fit, or this machine has no kernel.
+    """Raises UserError: the checkpoint is quantised already, a layer's shape does not fit, or there is no kernel here.
 
     Args:
         config: the target's whole config.

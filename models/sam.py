@@ -22,13 +22,13 @@ Documents end before and after a stop token's end, so neither a match nor a cont
 """
 
 import heapq
+import itertools
 import json
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,11 @@ class Match:
         return self.end - self.first
 
 
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common beginning."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
 class StaticAutomaton:
     """A sorted corpus.
 
@@ -174,7 +179,7 @@ class StaticAutomaton:
         because `sought` has no separator."""
         at = bisect_left(self.order, sought, key=partial(self._before, most=len(sought)))
         nearest = [self._before(position, len(sought)) for position in self.order[max(0, at - 1) : at + 1].tolist()]
-        length = max((len(commonprefix([sought, text])) for text in nearest), default=0)
+        length = max((common_length(sought, text) for text in nearest), default=0)
         if not length:
             return Match(0)
         prefix, key = sought[:length], partial(self._before, most=length)

@@ -96,7 +96,7 @@ class VispecPoss3Config(Vispec3Config, Poss3Config):
 
 
 class VisionAdaptor(nn.Module):
-    """Learned queries that attend over a picture's input embeddings; no norm, residual, MLP, positions or shared heads."""
+    """Learned queries that attend over a picture's input embeddings; no norm, residual, MLP or positions."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()

@@ -79,7 +79,7 @@ def main_contender(recipe: Recipe, place: str = "eval.tree") -> Contender:
 
 
 def contenders_of(recipe: Recipe, compared: Sequence[Contender] = ()) -> list[Contender]:
-    """Contenders with names: the main one, those under eval.also, then `compared`. UserError: two have the same name."""
+    """Contenders with names: the main one, those under eval.also, then `compared`. UserError: two share a name."""
     also = [contender_of(recipe, section, f"eval.also.{i}") for i, section in enumerate(recipe.eval.also)]
     return named([main_contender(recipe), *also, *compared])
 

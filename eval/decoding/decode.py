@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.eval.decoding.accept import Acceptance, GreedyAcceptance
-from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree, Proposer
+from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
 from draftsmith.models.families import usable_positions
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import Draws
@@ -80,15 +80,14 @@ class Verified:
     moved: list[list[float]] | None = None  # of each new token, by a relaxed rule (`Accepted.moved`)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Round(Verified):
     """One round of all rows."""
 
-    calls: list[int]  # draft calls of each row
-    tried: Sequence[int] | None  # depth to which each row's tree was drafted; None: as deep as it is long
-    widest: int  # nodes that each row's tree was padded to
-    marks: "list[Mark]"  # when drafting, verifying and accepting began; plain decoding's drafting takes no time
-    sources: Sequence[DraftedBy] | None = None  # of each row's tree
+    tree: DraftTree = field(kw_only=True)
+    calls: list[int] = field(kw_only=True)  # draft calls of each row
+    # When drafting, verifying and accepting began; plain decoding's drafting takes no time.
+    marks: "list[Mark]" = field(kw_only=True)
 
 
 class Verifier(Protocol):
@@ -236,19 +235,18 @@ def run_round(
         proposer: None: plain decoding.
         texts: all tokens of each row, the unread root last.
     """
-    began, sources, tried = mark(), None, None
+    began = mark()
     if proposer is None:
         tree, calls = DraftTree.root_only([tokens[-1] for tokens in texts], verifier.device), [0] * len(texts)
     else:
         proposer.observe(verifier.committed(texts))
         tree, calls = proposer.propose()
-        sources, tried, tree = tree.sources, tree.tried, tree.pruned(verifier.limits())
+        tree = tree.pruned(verifier.limits())
     drafted = mark()
     verifier.verify(tree)
     verified = mark()
-    done = verifier.accept(tree)
     marks = [drafted if proposer is None else began, drafted, verified]
-    return Round(**vars(done), calls=calls, tried=tried, widest=tree.nodes, marks=marks, sources=sources)
+    return Round(**vars(verifier.accept(tree)), tree=tree, calls=calls, marks=marks)
 
 
 def decode(
@@ -307,8 +305,8 @@ class _Row:
         answer.token_ids.extend(new_tokens[:kept])
         accepted = min(kept, len(new_tokens) - 1)
         answer.accepted_per_round.append(accepted)
-        if done.sources is not None:
-            source = done.sources[row]
+        if done.tree.sources is not None:
+            source = done.tree.sources[row]
             answer.inner_accepted += source.inner_accepted
             if source.source:
                 answer.drafted_by.append(source.credited(new_tokens[:accepted]))
@@ -318,7 +316,7 @@ class _Row:
         answer.tree_nodes.append(done.nodes[row])
         answer.draft_calls.append(done.calls[row])
         longest = done.nodes[row] - 1
-        answer.tried.append(longest if done.tried is None else min(longest, done.tried[row]))
+        answer.tried.append(longest if done.tree.tried is None else min(longest, done.tree.tried[row]))
 
 
 def decode_stream(
@@ -371,7 +369,7 @@ def decode_stream(
         before, ended = ended, clock.mark()
         rounds.append((live, [before, *done.marks, ended]))
         if watch is not None:
-            watch(done.widest, max(done.calls), rounds[-1][1])
+            watch(done.tree.nodes, max(done.calls), rounds[-1][1])
         kept = _compacted([not row.ended(stop_ids) for row in live])
         if len(kept) < len(live):
             _charge(clock, rounds)

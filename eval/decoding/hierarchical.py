@@ -18,7 +18,6 @@ Shapes: B rows, n positions, F captured states.
 """
 
 from collections.abc import Sequence
-from os.path import commonprefix
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -26,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from draftsmith.eval.decoding.decode import TargetVerifier, run_round
 from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree, Proposer
 from draftsmith.models.prompt import Prompt
+from draftsmith.models.sam import common_length
 from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
 
@@ -80,7 +80,7 @@ class HierarchicalProposer:
         """Brings the small model to these texts without their roots. Where it has read all of them in its own chains,
         it forgets the rest and reads nothing."""
         read = self.verifier.session.lengths
-        shared = [len(commonprefix([list(old), list(new)])) for old, new in zip(self.texts, texts, strict=True)]
+        shared = [common_length(*pair) for pair in zip(self.texts, texts, strict=True)]
         if self.states is not None and all(
             min(most, length) >= len(text) - 1 for most, length, text in zip(shared, read, texts, strict=True)
         ):

@@ -1,7 +1,8 @@
 """How draft trees grow: policies over any `models.draft_tree.Drafting`, for B answers side by side.
 
-A policy asks the drafter for log-probabilities and decides which nodes to expand, which to keep and when to stop. The
-first draft call reads the newly committed tokens and drafts the root's children.
+A policy grows trees below B roots, target token ids on the drafter's device: it asks the drafter for log-probabilities
+and decides which nodes to expand, which to keep and when to stop. The first draft call reads the newly committed tokens
+and drafts the root's children. Policies that sample take the random numbers of each row.
 
     Chain       one token after the other; with `Svip` until a token is uncertain
     StaticTree  the same ranks every round
@@ -23,31 +24,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch.nn import functional
 
-from draftsmith.eval.decoding.stopping import Calls, Ddd, Stop, Svip, SvipTree
+from draftsmith.eval.decoding.stopping import Calls, Ddd, Svip, SvipTree
 from draftsmith.models.c2t import C2tClassifier, node_features
 from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
 from draftsmith.models.sampling import GREEDY, Draws, Sampling, drawn_tokens
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.sections.eval import TreeSection
 
-
 Grown = tuple[DraftTree, list[int]]  # a tree for each row, and the number of levels that were drafted for it
-
-
-class TreePolicy(Protocol):
-    def grow(self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None) -> Grown:
-        """Trees below these roots.
-
-        Args:
-            roots_B: [B] target token ids, on the drafter's device.
-            draws: the random numbers of each row, for policies that sample.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -313,7 +301,7 @@ class Eagle2:
     nodes: int
     draft_calls: int
     top_k: int
-    stop: Stop | None = None
+    stop: Ddd | SvipTree | None = None
     watch: Callable[[torch.Tensor, torch.Tensor, int], object] | None = field(default=None, repr=False, compare=False)
 
     def grow(self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None) -> Grown:
@@ -453,6 +441,9 @@ def _padding_last(values_Bb: torch.Tensor, count_B: torch.Tensor) -> torch.Tenso
     return values_Bb.clamp(min=torch.finfo(values_Bb.dtype).min).masked_fill(padding, -math.inf)
 
 
+TreePolicy = Chain | StaticTree | Eagle2 | C2T
+
+
 def policy_of(tree: TreeSection, sampling: Sampling = GREEDY) -> TreePolicy:
     """The policy that a recipe's section describes, for answers drawn by `sampling`; `auto` must be resolved before.
 
@@ -470,7 +461,7 @@ def policy_of(tree: TreeSection, sampling: Sampling = GREEDY) -> TreePolicy:
         nodes = tree.nodes if section.beam else tree.most
         return C2T(C2tClassifier.load(section.classifier), section.beta, section.beam, tree.width, tree.calls, nodes)
     at = tuple(tree.ddd.at) if isinstance(tree.ddd.at, list) else tree.ddd.at
-    stops: dict[str, Stop | None] = {"eagle2": None}
+    stops: dict[str, Ddd | SvipTree | None] = {"eagle2": None}
     stops |= {"ddd": Ddd(tree.ddd.threshold, at), "svip_tree": SvipTree(tree.svip.c, tree.svip.h)}
     return Eagle2(tree.most, tree.calls, tree.width, stops[tree.policy])
 

@@ -7,7 +7,7 @@ Shapes: B rows, b nodes that were expanded, K nodes of the next beam, Vd draft v
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -48,22 +48,6 @@ class Svip:
         return ~(self.c * entropy(log_probs) <= self.h * self.h)
 
 
-class Stop(Protocol):
-    """When a beam search ends."""
-
-    def stops(
-        self, call: int, values_Bb: torch.Tensor, log_probs: torch.Tensor, beam_BK: torch.Tensor
-    ) -> torch.Tensor | None:
-        """[B] bool: no further call for this row. None: no test after this call.
-
-        Args:
-            call: number of calls so far, of which the last one expanded nodes of `values_Bb` and gave `log_probs`
-                [B, b, Vd].
-            beam_BK: values of the nodes that the next call would expand.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Ddd:
     """DDD (arXiv 2409.00142): ends the beam search once the beam's total probability is below e^threshold.
@@ -78,6 +62,13 @@ class Ddd:
     def stops(
         self, call: int, values_Bb: torch.Tensor, log_probs: torch.Tensor, beam_BK: torch.Tensor
     ) -> torch.Tensor | None:
+        """[B] bool: no further call for this row. None: no test after this call.
+
+        Args:
+            call: number of calls so far, of which the last one expanded nodes of `values_Bb` and gave `log_probs`
+                [B, b, Vd].
+            beam_BK: values of the nodes that the next call would expand.
+        """
         if self.at != "every" and call not in self.at:
             return None
         return ~(beam_BK.logsumexp(-1) >= self.threshold)
@@ -99,9 +90,8 @@ class SvipTree:
     c: float = 0.15
     h: float = 0.3
 
-    def stops(
-        self, call: int, values_Bb: torch.Tensor, log_probs: torch.Tensor, beam_BK: torch.Tensor
-    ) -> torch.Tensor | None:
+    def stops(self, call: int, values_Bb: torch.Tensor, log_probs: torch.Tensor, beam_BK: torch.Tensor) -> torch.Tensor:
+        """As `Ddd.stops`."""
         # Entropies of nearly certain distributions may round to just below zero.
         uncertainty = (self.c * entropy(log_probs).clamp(min=0)).sqrt()
         return ~((values_Bb.softmax(-1) * uncertainty).sum(-1) <= self.h)

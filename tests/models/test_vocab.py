@@ -62,7 +62,7 @@ def test_what_is_no_draft_vocabulary_is_refused(tmp_path: Path) -> None:
     vocab, path = DraftVocab(torch.tensor([5, 9, 10]), 12), tmp_path / "v.safetensors"
     # Ids in the place of offsets are the mistake that other exporters make.
     for d2t in (vocab.d2t[:2], torch.tensor([5, 7, 8]), vocab.target_ids, torch.tensor(3), vocab.d2t.double()):
-        with pytest.raises(UserError, match="^draft vocabulary: d2t and t2d .* (whole numbers|d2t holds offsets)"):
+        with pytest.raises(UserError, match=r"^draft vocabulary: d2t and t2d .* (whole numbers|d2t holds offsets)"):
             DraftVocab.from_d2t(d2t, vocab.t2d)
     with pytest.raises(UserError, match=r"no such draft vocabulary; .*rank-vocab"):
         DraftVocab.load(path)
