@@ -130,16 +130,12 @@ class StaticTree:
         paths: each node below the root as the child ranks that lead to it, 0 the likeliest, with its parent among
             them. Ranks beyond the draft vocabulary are left out, with all nodes below them.
         sampling: how children are drawn from the drafter's distribution, without replacement; a child's rank is then
-            its turn (LANTERN++, arXiv 2502.06352). Greedy takes the likeliest.
+            its turn, and its elder siblings are among the paths (LANTERN++, arXiv 2502.06352). Greedy takes the
+            likeliest.
     """
 
     paths: tuple[tuple[int, ...], ...]
     sampling: Sampling = GREEDY
-
-    def __post_init__(self) -> None:
-        skipped = {(*path[:-1], path[-1] - 1) for path in self.paths if path[-1] > 0} - {*self.paths}
-        if skipped and not self.sampling.greedy:
-            raise ValueError(f"paths: drawn in turn, a sibling behind {min(skipped)} needs that node")
 
     def grow(self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None) -> Grown:
         draws = _checked(draws, self.sampling)
@@ -186,9 +182,6 @@ def _static_levels(
 ) -> tuple[list[_Level], torch.Tensor, torch.Tensor]:
     """(levels, [N] parents, nodes with children) of a static tree."""
     paths = sorted((path for path in paths if max(path) < vocab_size), key=lambda path: (len(path), path))
-    known = {(), *paths}
-    if len(known) != len(paths) + 1 or any(path[:-1] not in known for path in paths):
-        raise ValueError("paths: every node once, and its parent with it")
     node = {path: i for i, path in enumerate([(), *paths])}
     inner = {path[:-1] for path in paths}
     slot: dict[tuple[int, ...], int] = {(): 0}  # of every node that is expanded
