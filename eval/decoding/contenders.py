@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.eval.decoding.accept import Acceptance
+from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation
 from draftsmith.eval.decoding.neighbours import check_neighbours, neighbours_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
@@ -84,8 +84,8 @@ def contenders_of(recipe: Recipe, compared: Sequence[Contender] = ()) -> list[Co
     return named([main_contender(recipe), *also, *compared])
 
 
-def describe(contender: Contender, sampling: Sampling = GREEDY) -> dict[str, Any]:
-    """The contender's entry in acceptance.json, for answers drawn by `sampling`.
+def describe(contender: Contender) -> dict[str, Any]:
+    """The contender's entry in acceptance.json.
 
     `nodes` and `draft_calls` are the most per round, `vocab_size` is the requested one (null: the drafter's own).
     """
@@ -102,7 +102,7 @@ def describe(contender: Contender, sampling: Sampling = GREEDY) -> dict[str, Any
         "proposer": contender.proposer,
         "drafter": contender.model,
         "tree": shape,
-        "lossless": contender.lossless(sampling),
+        "lossless": contender.relaxed is None,
     }
     if contender.proposer == "sam":
         described["sam"] = contender.sam.model_dump()
@@ -305,7 +305,7 @@ def rule_of(models: LoadedModels, contender: Contender, sampling: Sampling, kept
     """
     section = contender.relaxed
     if section is None:
-        return contender.rule(sampling)
+        return acceptance_of(sampling)
     key = section.neighbours, section.k
     if key not in models.neighbours:
         models.neighbours[key] = neighbours_of(models.target, section, kept_in)

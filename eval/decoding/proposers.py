@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
@@ -21,7 +20,6 @@ from draftsmith.models.drafters import drafting_of
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sam import StaticAutomaton
-from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import checked_capture_layers, device_name
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, cut_by_file
@@ -45,16 +43,11 @@ class Contender:
     drafter: Path | None = None  # directory
     draft_model: TargetSection | None = None  # of causal_lm and hierarchy
     token_counts: Path | None = None  # tree.vocab_size ranks tokens by these
-    rule: Callable[[Sampling], Acceptance] = acceptance_of
-    relaxed: AcceptanceSection | None = None  # LANTERN in the place of `rule`
+    relaxed: AcceptanceSection | None = None  # LANTERN in the place of the lossless rule
     sam: SamSection = field(default_factory=SamSection)
     router: RouterSection | None = None  # SAM beside the proposer
     min_draft_length: int = MIN_DRAFT_LENGTH  # of hierarchy
     quantization: QuantizationSection | None = None  # the target's for this row; None: as the recipe says
-
-    def lossless(self, sampling: Sampling) -> bool:
-        """Whether its acceptance rule keeps the law of answers drawn by `sampling`."""
-        return self.relaxed is None and self.rule(sampling).lossless
 
     @property
     def small(self) -> TargetSection:

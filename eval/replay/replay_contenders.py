@@ -60,7 +60,7 @@ def recording_of(recipe: Recipe, files: TargetFiles, contenders: Sequence[Conten
     turns = [answer.key for answer in _baseline(recording, contenders)]
     for contender in contenders:
         own = recording.of(contender.name, PLAIN)
-        if not contender.lossless(sampling):
+        if contender.relaxed is not None:
             problems.append(
                 f"{contender.place}: {contender.name!r} accepts tokens that the target would not write; replay follows "
                 "the target's own answers. Decode instead"
