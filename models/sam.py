@@ -263,8 +263,6 @@ class StaticAutomaton:
                 f"{path}: built with another tokenizer: fingerprint {there[:16]} there, {fingerprint[:16]} here (a "
                 f"fingerprint covers {FINGERPRINT_COVERS}); run `draftsmith build-sam` for this target"
             )
-        if not len(order):
-            raise UserError(f"{path}: holds no token; run `draftsmith build-sam` with other sources")
         return cls(tokens, order, int(metadata["separator"]))
 
 
