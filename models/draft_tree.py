@@ -206,14 +206,6 @@ class Proposer(Protocol):
     def observe(self, committed: Committed) -> None:
         """Reads the tokens committed since the last call."""
 
-    def rollback(self, lengths: Sequence[int]) -> None:
-        """Keeps the first lengths[b] positions of each row, all observed, and the token behind them; the next `observe`
-        may go on with other tokens.
-
-        Raises:
-            ValueError: a row has fewer positions, or there are more or fewer rows.
-        """
-
     def propose(self) -> tuple[DraftTree, list[int]]:
         """Trees below the last committed tokens, and the number of forward passes for each."""
         ...
@@ -233,7 +225,13 @@ class Drafting(Protocol):
 
     def observe(self, committed: Committed) -> None: ...
 
-    def rollback(self, lengths: Sequence[int]) -> None: ...
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Keeps the first lengths[b] positions of each row, all observed, and the token behind them; the next `observe`
+        may go on with other tokens.
+
+        Raises:
+            ValueError: a row has fewer positions, or there are more or fewer rows.
+        """
 
     def root_log_probs(self) -> torch.Tensor:
         """[B, Vd] of the roots' children, from the last committed columns (slot 0)."""

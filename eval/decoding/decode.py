@@ -189,18 +189,17 @@ class TargetVerifier:
             None if accepted.moved is None else accepted.moved.tolist(),
         )
 
-    def rollback(self, lengths: Sequence[int], proposer: Proposer | None) -> None:
-        """Keeps the first lengths[b] tokens that were read of each row, and so does the proposer, if it has observed
-        more. Before the next round, `read` must bring every row at least one token: the one behind those kept.
+    def rollback(self, lengths: Sequence[int]) -> list[int]:
+        """Keeps the first lengths[b] tokens that were read of each row. Returns how many the proposer has observed of
+        these. Before the next round, `read` must bring every row at least one token: the one behind those kept.
 
         Raises:
             ValueError: a row has fewer tokens, or there are more or fewer rows.
         """
         observed = [length - count for length, count in zip(self.session.lengths, self.counts, strict=True)]
         self.session.rollback(lengths)
-        if proposer is not None:
-            proposer.rollback([min(pair) for pair in zip(lengths, observed, strict=True)])
         self.counts = [max(0, length - seen) for length, seen in zip(lengths, observed, strict=True)]
+        return [min(pair) for pair in zip(lengths, observed, strict=True)]
 
     def read(self, tokens: Sequence[Sequence[int]]) -> None:
         """Reads tokens behind each row's, between rounds; the next round hands their states to the proposer."""

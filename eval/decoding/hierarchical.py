@@ -23,7 +23,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.eval.decoding.decode import TargetVerifier, run_round
-from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree, Proposer
+from draftsmith.eval.decoding.policies import PolicyProposer
+from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.sam import common_length
 from draftsmith.models.sampling import Draws
@@ -41,7 +42,7 @@ class HierarchicalProposer:
 
     capture_layers: tuple[int, ...] = ()
 
-    def __init__(self, small: Target, inner: Proposer, min_draft_length: int):
+    def __init__(self, small: Target, inner: PolicyProposer, min_draft_length: int):
         self.small, self.inner, self.min_draft_length = small, inner, min_draft_length
         self.verifier = TargetVerifier(small, inner)
         self.texts: list[list[int]] = []  # what the small model and its proposer hold, the unread root last
@@ -60,11 +61,6 @@ class HierarchicalProposer:
         if self.states is not None:
             self.begun = [self.begun[row] for row in kept]
             self.states = [self.states[row] for row in kept]
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        self.verifier.rollback(lengths, self.inner)
-        self.texts = [text[: length + 1] for text, length in zip(self.texts, lengths, strict=True)]
-        self.states = None
 
     def observe(self, committed: Committed) -> None:
         texts, known = [list(tokens) for tokens in committed.tokens], len(self.texts)
@@ -87,8 +83,9 @@ class HierarchicalProposer:
             self._resume([len(text) - 1 for text in texts])
             return
         # The token behind those kept is right, too, and every row has one token or more to read.
-        self.rollback([min(most - 1, len(text) - 2) for most, text in zip(shared, texts, strict=True)])
-        self.verifier.read([new[len(old) - 1 : -1] for old, new in zip(self.texts, texts, strict=True)])
+        lengths = [min(most - 1, len(text) - 2) for most, text in zip(shared, texts, strict=True)]
+        self.inner.rollback(self.verifier.rollback(lengths))
+        self.verifier.read([text[length:-1] for text, length in zip(texts, lengths, strict=True)])
 
     def _resume(self, lengths: Sequence[int]) -> None:
         """Keeps the first lengths[b] tokens, and hands the proposer the states of those that it has not observed or

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from draftsmith.models.draft_tree import Committed, DraftTree
-from draftsmith.models.key_values import check_rollback
 from draftsmith.models.sampling import Draws
 
 
@@ -30,13 +29,6 @@ class TextProposer:
 
     def set_rows(self, kept: Sequence[int], new: int = 0, draws: Sequence[Draws] | None = None) -> None:
         self.texts = [*(self.texts[row] for row in kept), *(self.new_text() for _ in range(new))]
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        check_rollback([max(0, len(text.tokens) - 1) for text in self.texts], lengths)
-        kept = [text.tokens[: length + 1] for text, length in zip(self.texts, lengths, strict=True)]
-        self.set_rows([], len(kept))
-        for text, tokens in zip(self.texts, kept, strict=True):
-            text.extend(tokens)
 
     def observe(self, committed: Committed) -> None:
         for text, tokens in zip(self.texts, committed.tokens, strict=True):

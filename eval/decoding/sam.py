@@ -163,11 +163,6 @@ class SamRouter:
         self.sam.set_rows(kept, new)
         self.other.set_rows(kept, new, spared or None)
 
-    def rollback(self, lengths: Sequence[int]) -> None:
-        self._catch_up()
-        self.sam.rollback(lengths)
-        self.other.rollback(lengths)
-
     def observe(self, committed: Committed) -> None:
         self.sam.observe(committed)
         # The loop's lists of tokens grow further, while counts and features are of now.

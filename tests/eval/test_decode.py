@@ -55,9 +55,6 @@ class Oracle:
         else:
             self.live = [self.live[row] for row in kept]
 
-    def rollback(self, lengths: Sequence[int]) -> None:
-        raise AssertionError("nothing is rolled back here")
-
     def observe(self, committed: Committed) -> None:
         assert committed.features is not None
         self.committed = committed.tokens
