@@ -43,9 +43,12 @@ def a_few(values: Iterable[Any], *fast: Any) -> list[Any]:
     return [*fast, *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=EXHAUSTIVE) for v in left)]
 
 
+MANY = 100  # examples
+
+
 def efforts(names: Iterable[str], *fast: str) -> list[Any]:
     """(name, examples) of a test: few examples for those that are fast, more for all, slow, and many, exhaustive."""
-    marks = {25: (pytest.mark.slow,), 100: EXHAUSTIVE}
+    marks = {15: (pytest.mark.slow,), MANY: EXHAUSTIVE}
     more = [pytest.param(name, count, marks=marks[count]) for name in names for count in marks]
     return [*((name, 4) for name in fast), *more]
 
