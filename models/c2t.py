@@ -32,11 +32,8 @@ CLASSIFIER_FILES = (*FILES, "metrics.jsonl")
 
 
 def entropy(log_probs: torch.Tensor, over: int | None = None) -> torch.Tensor:
-    """[...] entropy in nats of the distributions [..., Vd]; NaN where a distribution holds a NaN.
-
-    Args:
-        over: only this many likeliest tokens, without renormalising (section 3.2's M). None: all.
-    """
+    """[...] entropy in nats of the distributions [..., Vd]; NaN where a distribution holds a NaN. `over`: only of so many
+    likeliest tokens, without renormalising (section 3.2's M)."""
     if over is not None and over < log_probs.shape[-1]:
         log_probs = log_probs.topk(over, sorted=False).values
     # The clamp makes 0 * log 0 = 0 and changes no other product: e^-1000 is 0 in every precision.
@@ -44,13 +41,8 @@ def entropy(log_probs: torch.Tensor, over: int | None = None) -> torch.Tensor:
 
 
 def node_features(values: torch.Tensor, log_probs: torch.Tensor, depth: int) -> torch.Tensor:
-    """[..., K, 3]: P, H and d of K candidates each.
-
-    Args:
-        values: [..., K] log of the candidates' joint probability.
-        log_probs: [..., Vd] their parents' distributions.
-        depth: of the candidates, as in `models.draft_tree`: a root's children have 1.
-    """
+    """[..., K, 3]: P, H and d of candidates with joint log-probabilities [..., K], below parents with distributions
+    [..., Vd], at a depth as in `models.draft_tree`: a root's children have 1."""
     spread = entropy(log_probs, ENTROPY_OVER)[..., None].expand_as(values)
     return torch.stack((values.exp(), spread, torch.full_like(values, depth - 1)), dim=-1)
 

@@ -1,8 +1,7 @@
 """A small causal LM as a drafter for a larger one with the same vocabulary: plain speculative decoding
 (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 
-It reads only tokens, not the target's states. Its key/value cache holds its drafted tokens; where the target accepts
-one, key and value are already right:
+Its key/value cache holds its drafted tokens; where the target accepts one, key and value are already right:
 
     cache     | p p p p r | a b c            r the last round's root, a b c drafted behind it
     committed   p p p p r   a b  x           a and b were accepted, x is the target's own: the new root

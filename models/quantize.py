@@ -1,8 +1,7 @@
 """The target's precision (target.quantization): weights in few bits, quantised when the target is loaded.
 
-Only the linear layers of the decoder's blocks are quantised. Embeddings, norms, head, a vision part and the drafter
-keep their precision (as in SpecMQuant, arXiv 2505.22179). Experts that a family stores as one three-dimensional
-parameter are no linear layers and are left alone, too.
+Only the linear layers of the decoder's blocks are quantised (as in SpecMQuant, arXiv 2505.22179). Experts that a family
+stores as one three-dimensional parameter are no linear layers.
 
     8 bits, one scale for each row (output) of a weight W [out, in]:
 

@@ -4,8 +4,8 @@ A drafter rotates whole heads, by frequencies that no length changes. A target m
 frequencies that change with the length (longrope, dynamic). Its drafter then rotates whole heads with the target's
 base: it is trained with that, and every engine can serve it.
 
-One dict describes a rotation, by transformers' names: rope_type, rope_theta, and the settings of the kind. The EAGLE
-and speculators formats hold the same dict; `models.formats.engines` says which settings each engine reads.
+One dict describes a rotation, by transformers' names: rope_type, rope_theta, and the settings of the kind.
+`models.formats.engines` says which settings each engine reads.
 """
 
 from collections.abc import Mapping

@@ -47,14 +47,11 @@ MOST_TOKENS = 2**31 - 1  # positions are int32
 
 
 class DynamicAutomaton:
-    """A suffix automaton of one text, and the longest suffix of the text that occurred in it before.
+    """A suffix automaton of one text, and the longest suffix of the text that occurred in it before (`matched` tokens).
 
     A state stands for the substrings that end at the same places; it has the longest one's length, the end of the
     first occurrence, an edge for each token that may follow, and a link to the state of the next shorter suffix. State
     0 is the empty text.
-
-    Attributes:
-        matched: length of that longest suffix; 0: the last token is new.
     """
 
     def __init__(self) -> None:

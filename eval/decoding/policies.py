@@ -10,11 +10,10 @@ and drafts the root's children. Policies that sample take the random numbers of 
     C2T         nodes that a classifier expects to be accepted
 
 A node's value is the logarithm of the product of draft probabilities along its path (temperature 1, over the draft
-vocabulary). A child's value never exceeds its parent's. When the final nodes are chosen, ties go to the earlier one,
-which is never the deeper one, so they are always connected. A NaN counts as the lowest value.
+vocabulary). When the final nodes are chosen, ties go to the earlier one, which is never the deeper one, so they are
+always connected. A NaN counts as the lowest value.
 
-A batch grows until its last row stops. Tokens drafted after a row's own stop are never verified, so each row gets the
-tree and the number of calls that it would get alone. Only the stopping tests wait for the device, once each.
+A batch grows until its last row stops, but each row gets the tree and the number of calls that it would get alone.
 
 Shapes: B rows, b nodes that are expanded in one call, K children of each, T drafted nodes of all calls, S slots,
 N nodes of the final trees, Vd draft vocabulary, V target vocabulary.
@@ -353,8 +352,7 @@ class C2T:
         nodes: most nodes of the tree, the root included: the most probable of the kept ones; None: all. It also limits
             each level.
 
-    A path ends where no child is kept, so a tree may be its root alone. A NaN in a distribution makes the confidence
-    of all its children NaN, and none is kept.
+    A path ends where no child is kept, so a tree may be its root alone. Behind a NaN no child is kept.
     """
 
     classifier: C2tClassifier

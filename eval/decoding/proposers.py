@@ -80,7 +80,9 @@ class Contender:
     @property
     def model(self) -> str | None:
         """The drafter's directory or the small model's name; None for a proposer without a model."""
-        return self.entry.model(self)
+        if self.drafter is not None:
+            return str(self.drafter)
+        return None if self.draft_model is None else self.draft_model.model
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,6 @@ class ProposerEntry:
     key: str = "eval.tree"  # of the recipe, to which problems of `check` belong
     # Raises UserError, before weights are loaded, if the contender cannot draft for the target.
     check: Callable[[TargetFiles, Contender], object] = lambda target, contender: None
-    model: Callable[[Contender], str | None] = lambda contender: None  # its directory or name, if it has a model
 
 
 # Checks.
@@ -236,7 +237,6 @@ PROPOSERS = {
         drafting=_drafter_drafting,
         key="eval.drafter",
         check=lambda target, contender: check_drafter(target, contender.drafter_dir),
-        model=lambda contender: str(contender.drafter),
     ),
     "prompt_lookup": ProposerEntry(
         name=lambda contender: f"prompt lookup of {contender.tree.most - 1}",
@@ -247,7 +247,6 @@ PROPOSERS = {
         drafting=_causal_lm_drafting,
         key="eval.draft_model",
         check=lambda target, contender: check_draft_model(target, contender.small),
-        model=lambda contender: contender.small.model,
     ),
     "hierarchy": ProposerEntry(
         name=lambda contender: (
@@ -257,7 +256,6 @@ PROPOSERS = {
         make=_hierarchy,
         key="eval.draft_model",
         check=_check_hierarchy,
-        model=lambda contender: str(contender.drafter),
     ),
     "sam": ProposerEntry(
         name=lambda contender: f"sam, {_looks_in(contender.sam)}, {tree_name(contender.tree)}",
