@@ -118,8 +118,8 @@ class Columns:
 
 
 def remaining_in_span(span_BT: torch.Tensor) -> torch.Tensor:
-    """[B, T] number of tokens to the end of the span, the position's included; 0 outside spans. `span_BT` is 0 there, too,
-    and else a number that differs between touching spans."""
+    """[B, T] number of tokens to the end of the span, the position's included; 0 outside spans. `span_BT` is 0 there,
+    too, and else a number that differs between touching spans."""
     length = span_BT.shape[1]
     position = torch.arange(length, device=span_BT.device).expand_as(span_BT)
     ends_here = torch.ones_like(span_BT, dtype=torch.bool)

@@ -32,7 +32,7 @@ CLASSIFIER_FILES = (*FILES, "metrics.jsonl")
 
 
 def entropy(log_probs: torch.Tensor, over: int | None = None) -> torch.Tensor:
-    """[...] entropy in nats of the distributions [..., Vd]; NaN where a distribution holds a NaN. `over`: only of so many
+    """[...] entropy in nats of the distributions [..., Vd]; NaN where one holds a NaN. `over`: only of so many
     likeliest tokens, without renormalising (section 3.2's M)."""
     if over is not None and over < log_probs.shape[-1]:
         log_probs = log_probs.topk(over, sorted=False).values
