@@ -16,14 +16,10 @@ private ones of torch; where they are missing or give other numbers, layers stay
 """
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from draftsmith.models.drafter_base import Drafter
 
 ROWS = 16  # of a verification
 SMALL, LARGE = 2**18, 2**20  # weights of a layer
@@ -70,12 +66,6 @@ def block_linears(module: nn.Module) -> None:
             continue  # a subclass, of the layer or (in quantised checkpoints) of its weight, may compute something else
         if layer.weight.device.type == "cpu" and able(layer.weight.dtype):
             module.set_submodule(name, BlockedLinear(layer))
-
-
-def block_layers(drafter: "Drafter") -> None:
-    """`block_linears` in a drafter's layers. Its head and fusion read their weights in other ways, too."""
-    for layer in drafter.draft_layers:
-        block_linears(layer)
 
 
 @cache

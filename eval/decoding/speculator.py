@@ -6,8 +6,6 @@ round differently from one over a single token, which can flip near ties. A targ
 checkpoint's precision, often bfloat16; `Speculator.token_identical` tells whether answers are exact.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +27,6 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.records import ROLES
 from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.recipes.sections.target import TargetSection
-
-
-@contextmanager
-def _keys_as_arguments() -> Iterator[None]:
-    """Names arguments in the place of a recipe's keys in errors."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError([problem.removeprefix("eval.") for problem in error.problems]) from None
 
 
 @dataclass(frozen=True)
@@ -82,8 +71,7 @@ class Speculator:
         files, counts = TargetFiles.read(section), None if token_counts is None else Path(token_counts)
         check_drafter(files, Path(drafter))
         if counts is not None:
-            with _keys_as_arguments():
-                counts_of(counts, files.fingerprint)
+            counts_of(counts, files.fingerprint)
         return cls(LoadedModels(files), Path(drafter), counts)
 
     @property
@@ -108,9 +96,8 @@ class Speculator:
             raise UserError(
                 "tree.vocab_size: give Speculator.load the token_counts.safetensors that `draftsmith rank-vocab` wrote"
             )
-        with _keys_as_arguments():
-            check_size(tree, usable_positions(self.target.config))
-            return loaded_proposer(self.models, replace(self.contender, tree=tree), sampling)
+        check_size(tree, usable_positions(self.target.config))
+        return loaded_proposer(self.models, replace(self.contender, tree=tree), sampling)
 
     def answer(
         self,
