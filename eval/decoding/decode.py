@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.eval.decoding.accept import Acceptance, GreedyAcceptance
@@ -150,8 +149,7 @@ class TargetVerifier:
         logits_BV, features = self.session.prefill(prompts, at_once=self.prefill_tokens)
         first = self.acceptance.first(logits_BV, draws).tolist()
         if self.counts and self.features is not None and features is not None:
-            most = max(self.features.shape[1], features.shape[1])
-            features = torch.cat([functional.pad(s, (0, 0, 0, most - s.shape[1])) for s in (self.features, features)])
+            features = pad_sequence([*self.features, *features], batch_first=True)
         self.features = features
         self.prompts += map(Prompt.of, prompts)
         self.counts = [*self.counts, *map(len, prompts)]
