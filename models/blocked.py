@@ -50,7 +50,6 @@ class BlockedLinear(nn.Module):
         return self.blocked
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]"""
         layout = self.blocked
         if self.single is not None and states.numel() == states.shape[-1]:
             if not self.single.is_mkldnn:

@@ -163,7 +163,6 @@ class CausalLMDrafting:
         return depths_BS.minimum(torch.tensor(most, device=self.device)[:, None])
 
     def _log_probs(self, last: torch.Tensor) -> torch.Tensor:
-        """Final states [..., H] to log-probabilities [..., Vd]."""
         if self.head_rows is None:
             logits = self.lm.logits(last)
         else:

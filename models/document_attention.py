@@ -94,6 +94,5 @@ def document_attention(decoder: nn.Module, documents: Documents) -> Iterator[Non
 
 
 def _configs(decoder: nn.Module) -> list[Any]:
-    """The distinct configs of its modules."""
     configs = (getattr(module, "config", None) for module in decoder.modules())
     return list({id(each): each for each in configs if hasattr(each, "_attn_implementation")}.values())

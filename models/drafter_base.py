@@ -179,7 +179,6 @@ class Drafter(nn.Module):
 
     @property
     def draft_layers(self) -> Sequence[DraftLayer]:
-        """All decoder layers."""
         raise NotImplementedError
 
     @property

@@ -75,7 +75,6 @@ class Eagle3Drafter(FeatureDrafter):
         self.lm_head = Head(size, config.draft_vocab_size, bias=False)
 
     def make_layers(self) -> Sequence[Sequence[DraftLayer]]:
-        """Registers the layers and returns the stacks."""
         self.midlayer = Eagle3Layer(self.config)
         above = list(layers_above(self.config))
         # Engines call the first layer layers.0 or midlayer and count on from it.

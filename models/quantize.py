@@ -102,7 +102,6 @@ class _QuantizedLinear(nn.Module):
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().bfloat16())
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]"""
         result = self.product(states.reshape(-1, self.in_features).contiguous())
         result = result.view(*states.shape[:-1], self.out_features)
         return result if self.bias is None else result + self.bias
@@ -155,7 +154,6 @@ def quantize_layers(layers: nn.ModuleList, precision: QuantizationSection) -> No
 
 
 def _linears(layers: nn.ModuleList) -> dict[str, nn.Linear]:
-    """All linear layers by name."""
     return {name: module for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
 
 

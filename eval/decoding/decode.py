@@ -295,7 +295,6 @@ class _Row:
         return tokens[-1] in stop_ids or len(tokens) >= self.request.max_new_tokens
 
     def take(self, done: Round, row: int, stop_ids: Collection[int]) -> None:
-        """Appends what the round gave to this row."""
         answer, new_tokens = self.answer, done.new_tokens[row]
         self.committed.extend(new_tokens)
         kept = count_kept(new_tokens, stop_ids, self.request.max_new_tokens - len(answer.token_ids))

@@ -51,7 +51,6 @@ class HierarchicalProposer:
         self.states: list[list[torch.Tensor]] | None = None
 
     def set_rows(self, kept: Sequence[int], new: int = 0, draws: Sequence[Draws] | None = None) -> None:
-        """`observe` reads new rows."""
         if kept:
             self.verifier.keep(kept)
         else:  # frees the small model's cache
