@@ -49,18 +49,14 @@ import torch
 class Documents:
     """The places of a batch's documents; some share a row.
 
-        row 0     a a a a b b b c c         places (0, 0, 4), (0, 4, 3), (0, 7, 2)
-        position  0 1 2 3 0 1 2 0 1
-        row 1     d d d d d d . . .                (1, 0, 6)
-        position  0 1 2 3 4 5 0 0 0         each token of padding is a document of its own
-
-    Attributes:
-        position: [B, T] of each token in its document; 0 in padding.
-        places: (row, first column, tokens) of each document, row by row, in the order of columns.
+    row 0     a a a a b b b c c         places (0, 0, 4), (0, 4, 3), (0, 7, 2)
+    position  0 1 2 3 0 1 2 0 1
+    row 1     d d d d d d . . .                (1, 0, 6)
+    position  0 1 2 3 4 5 0 0 0         each token of padding is a document of its own
     """
 
-    position: torch.Tensor
-    places: tuple[tuple[int, int, int], ...]
+    position: torch.Tensor  # [B, T] of each token in its document; 0 in padding
+    places: tuple[tuple[int, int, int], ...]  # (row, first column, tokens) of each, row by row, in the columns' order
 
     def first(self) -> torch.Tensor:
         """[B, T] the column in which the document of each token begins."""
@@ -122,11 +118,8 @@ class Columns:
 
 
 def remaining_in_span(span_BT: torch.Tensor) -> torch.Tensor:
-    """[B, T] number of tokens to the end of the span, the position's included; 0 outside spans.
-
-    Args:
-        span_BT: 0 outside supervised spans, else a number that differs between touching spans.
-    """
+    """[B, T] number of tokens to the end of the span, the position's included; 0 outside spans. `span_BT` is 0 there,
+    too, and else a number that differs between touching spans."""
     length = span_BT.shape[1]
     position = torch.arange(length, device=span_BT.device).expand_as(span_BT)
     ends_here = torch.ones_like(span_BT, dtype=torch.bool)
@@ -140,9 +133,7 @@ def columns_of(span_BT: torch.Tensor, steps: int) -> Columns:
     """The counted columns of a batch for an unroll of `steps` steps.
 
     Column t counts at step k iff remaining[t + 1] >= k + 2, so its depth is remaining[t + 1] - 1, at most `steps`.
-
-    Args:
-        span_BT: as in `remaining_in_span`; 0 at the first token of every document that shares a row.
+    `span_BT` is 0 at the first token of every document that shares a row.
     """
     remaining = remaining_in_span(span_BT)
     depth_BT = torch.zeros_like(remaining)

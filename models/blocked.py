@@ -1,6 +1,6 @@
 """Weights of linear layers as oneDNN wants them: faster products of few rows on a CPU.
 
-PyTorch's product rearranges a weight for its kernel at each call. For the few tokens of a verification that takes as
+PyTorch's product rearranges a weight for its kernel at each call, which for the few tokens of a verification takes as
 long as the product itself. Here it is done once, when the model is loaded for decoding.
 
 Plain decoding, of one row, must not pay for that, or drafting would seem to gain more than it does. So in float32 the
@@ -11,22 +11,15 @@ layout depends on the layer's size (LOG.md, 2026-11-26, has the times):
     up to 2**20         oneDNN, a layout for one row    oneDNN, a layout for 16 rows
     more                oneDNN, a layout for one row    the same
 
-The first two kinds keep their weights twice, of a megabyte at most and of four. In bfloat16 the layout for 16 rows is
-the fastest for all.
-
-The operations are private ones of torch (`mkldnn::_reorder_linear_weight`, `mkldnn::_linear_pointwise`; its compiler
-uses them). Where they are missing or give other numbers, layers stay as they are.
+The first two keep their weights twice. In bfloat16 the layout for 16 rows is the fastest for all. The operations are
+private ones of torch; where they are missing or give other numbers, layers stay as they are.
 """
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from draftsmith.models.drafter_base import Drafter
 
 ROWS = 16  # of a verification
 SMALL, LARGE = 2**18, 2**20  # weights of a layer
@@ -57,7 +50,6 @@ class BlockedLinear(nn.Module):
         return self.blocked
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]"""
         layout = self.blocked
         if self.single is not None and states.numel() == states.shape[-1]:
             if not self.single.is_mkldnn:
@@ -73,12 +65,6 @@ def block_linears(module: nn.Module) -> None:
             continue  # a subclass, of the layer or (in quantised checkpoints) of its weight, may compute something else
         if layer.weight.device.type == "cpu" and able(layer.weight.dtype):
             module.set_submodule(name, BlockedLinear(layer))
-
-
-def block_layers(drafter: "Drafter") -> None:
-    """`block_linears` in a drafter's layers. Its head and fusion read their weights in other ways, too."""
-    for layer in drafter.draft_layers:
-        block_linears(layer)
 
 
 @cache

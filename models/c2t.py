@@ -6,11 +6,7 @@
 
     [P, H, d] --Linear(3, h)--> ReLU --Linear(h, 1)--> sigmoid --> C, the chance that the target accepts the node
 
-The features are independent of model and vocabulary. `node_features` makes them for decoding and training.
-`eval.decoding.policies.C2T` grows trees by C.
-
-A classifier's directory holds config.json (`C2tConfig`) and model.safetensors, and from training recipe.yaml,
-provenance.json and metrics.jsonl.
+The features are independent of model and vocabulary. `eval.decoding.policies.C2T` grows trees by C.
 
 Shapes: `...` any number of axes, K candidates, Vd draft vocabulary.
 """
@@ -36,11 +32,8 @@ CLASSIFIER_FILES = (*FILES, "metrics.jsonl")
 
 
 def entropy(log_probs: torch.Tensor, over: int | None = None) -> torch.Tensor:
-    """[...] entropy in nats of the distributions [..., Vd]; NaN where a distribution holds a NaN.
-
-    Args:
-        over: only this many likeliest tokens, without renormalising (section 3.2's M). None: all.
-    """
+    """[...] entropy in nats of the distributions [..., Vd]; NaN where one holds a NaN. `over`: only of so many
+    likeliest tokens, without renormalising (section 3.2's M)."""
     if over is not None and over < log_probs.shape[-1]:
         log_probs = log_probs.topk(over, sorted=False).values
     # The clamp makes 0 * log 0 = 0 and changes no other product: e^-1000 is 0 in every precision.
@@ -48,13 +41,8 @@ def entropy(log_probs: torch.Tensor, over: int | None = None) -> torch.Tensor:
 
 
 def node_features(values: torch.Tensor, log_probs: torch.Tensor, depth: int) -> torch.Tensor:
-    """[..., K, 3]: P, H and d of K candidates each.
-
-    Args:
-        values: [..., K] log of the candidates' joint probability.
-        log_probs: [..., Vd] their parents' distributions.
-        depth: of the candidates, as in `models.draft_tree`: a root's children have 1.
-    """
+    """[..., K, 3]: P, H and d of candidates with joint log-probabilities [..., K], below parents with distributions
+    [..., Vd], at a depth as in `models.draft_tree`: a root's children have 1."""
     spread = entropy(log_probs, ENTROPY_OVER)[..., None].expand_as(values)
     return torch.stack((values.exp(), spread, torch.full_like(values, depth - 1)), dim=-1)
 
@@ -88,11 +76,7 @@ class C2tClassifier(nn.Module):
         return torch.sigmoid(self(features.to(self.output.weight.dtype)))
 
     def save(self, directory: str | Path, beside: Mapping[str, str] | None = None) -> None:
-        """Writes the directory atomically, like `models.checkpoint`; other files in it are kept.
-
-        Args:
-            beside: further text files, by name.
-        """
+        """Writes the directory atomically, with further text files by name; other files in it are kept."""
         texts = {**(beside or {}), "config.json": self.config.model_dump_json(indent=2) + "\n"}
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         with atomic_folder(Path(directory), {*CLASSIFIER_FILES, *texts}) as partial:
@@ -122,14 +106,11 @@ def read_c2t_config(directory: str | Path) -> C2tConfig:
     path = current_folder(Path(directory)) / "config.json"
     try:
         return C2tConfig.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(
-            f"{directory}: no C2T classifier here (config.json is missing); run `draftsmith train-c2t` first"
-        ) from None
-    except (OSError, ValidationError) as error:
-        wrong = str(error)
-        if isinstance(error, ValidationError):
-            wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+    except OSError as error:
+        why = f"{first_line(error)}; run `draftsmith train-c2t` first"
+        raise UserError(f"{directory}: no C2T classifier here: {why}") from None
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise UserError(f"{path}: not a C2T classifier's: {wrong}; name another folder, or train it again") from None
 
 
@@ -137,8 +118,7 @@ def check_made_for(directory: str | Path, here: dict[str, Any]) -> None:
     """Raises UserError for a classifier of another drafter's nodes: its threshold would mean something else.
 
     Args:
-        here: what is known of the drafter in use (`contenders.loaded_identity`). Names of models are not
-            compared: models are moved and copied.
+        here: what is known of the drafter in use (`contenders.loaded_identity`); names of models may differ.
     """
     known = read_c2t_config(directory).drafter
     different = [

@@ -1,8 +1,7 @@
 """A small causal LM as a drafter for a larger one with the same vocabulary: plain speculative decoding
 (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 
-It reads only tokens, not the target's states. Its key/value cache holds its drafted tokens; where the target accepts
-one, key and value are already right:
+Its key/value cache holds its drafted tokens; where the target accepts one, key and value are already right:
 
     cache     | p p p p r | a b c            r the last round's root, a b c drafted behind it
     committed   p p p p r   a b  x           a and b were accepted, x is the target's own: the new root
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.families import scaled_logits, usable_positions
@@ -30,11 +30,7 @@ from draftsmith.recipes.sections.target import TargetSection
 
 
 def load_draft_model(files: TargetFiles) -> Target:
-    """A causal LM as drafter, with any number of layers: none of its states is captured.
-
-    Raises:
-        UserError: as `TargetFiles.load`, with draft_model's keys for the target's.
-    """
+    """A causal LM as drafter, of any depth: none of its states is captured. UserErrors name draft_model's keys."""
     try:
         return files.load(capture_layers=(0,))
     except UserError as error:
@@ -48,15 +44,6 @@ def of_draft_model(error: UserError) -> list[str]:
     ]
 
 
-def check_vocabulary(small: Target, target: Target) -> None:
-    """Raises UserError for vocabularies of different sizes. The caller compares the tokenizers."""
-    if small.vocab_size != target.vocab_size:
-        raise UserError(
-            f"draft_model: {small.name} has a vocabulary of {small.vocab_size} tokens, the target {target.name} one of "
-            f"{target.vocab_size}; a draft model must share the target's tokenizer"
-        )
-
-
 class CausalLMDrafting:
     """A small causal LM inside B answers: a `models.draft_tree.Drafting`.
 
@@ -64,28 +51,19 @@ class CausalLMDrafting:
     (`models.key_values`).
 
     Args:
-        target: the small LM.
         cut: as in `FeatureDrafting`.
-
-    Raises:
-        UserError: a cut of another vocabulary.
     """
 
     capture_layers: tuple[int, ...] = ()
 
-    def __init__(self, target: Target, cut: DraftVocab | None = None):
-        if cut is not None and cut.target_vocab_size != target.vocab_size:
-            raise UserError(
-                f"draft_model: {target.name} has a vocabulary of {target.vocab_size} tokens, the cut is one of "
-                f"{cut.target_vocab_size}"
-            )
-        self.lm, self.device = target, target.device
-        self.vocab = (DraftVocab.full(target.vocab_size) if cut is None else cut).to(self.device)
-        self.positions = usable_positions(target.config)
+    def __init__(self, lm: Target, cut: DraftVocab | None = None):
+        self.lm, self.device = lm, lm.device
+        self.vocab = (DraftVocab.full(lm.vocab_size) if cut is None else cut).to(self.device)
+        self.positions = usable_positions(lm.config)
         self.head_rows: tuple[torch.Tensor, torch.Tensor | None] | None = None
         if cut is not None:
-            bias, ids = getattr(target.head, "bias", None), self.vocab.target_ids
-            self.head_rows = (target.head_weight[ids], None if bias is None else bias[ids])
+            bias, ids = getattr(lm.head, "bias", None), self.vocab.target_ids
+            self.head_rows = (lm.head_weight[ids], None if bias is None else bias[ids])
         # One entry for each `expand` since the last `observe`: tokens and parents' slots [B, b], and depth.
         self.drafted: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self.set_rows([])
@@ -125,13 +103,9 @@ class CausalLMDrafting:
         """[B, Vd] log-probabilities behind the last committed tokens."""
         self._keep_drafted(committed)
         rest = [tokens[length:] for tokens, length in zip(committed, self.session.lengths, strict=True)]
-        counts = [len(tokens) for tokens in rest]
         last, _ = self.session.read(rest)
-        if min(counts) == max(counts):
-            ends = last[:, -1]
-        else:
-            ends = last[torch.arange(len(rest), device=self.device), torch.tensor(counts, device=self.device) - 1]
-        return self._log_probs(ends)
+        ends = torch.tensor([len(tokens) - 1 for tokens in rest], device=self.device)
+        return self._log_probs(last[torch.arange(len(rest), device=self.device), ends])
 
     def _keep_drafted(self, committed: Sequence[Sequence[int]]) -> None:
         """Commits the drafted slots on each row's path. The new root is always fed: its output is needed."""
@@ -153,11 +127,10 @@ class CausalLMDrafting:
                 at = slot_of[at, token]
                 path.append(at - 1)
             paths.append(path)
-        most = max(map(len, paths))
-        in_place = all(path == list(range(len(path))) for path in paths)
         padded = None
-        if not in_place:
-            padded = torch.tensor([path + [0] * (most - len(path)) for path in paths], device=self.device)
+        if any(path != list(range(len(path))) for path in paths):  # else they are in place
+            rows = [torch.tensor(path, dtype=torch.long, device=self.device) for path in paths]
+            padded = pad_sequence(rows, batch_first=True)
         self.session.commit([len(path) for path in paths], padded)
 
     def root_log_probs(self) -> torch.Tensor:
@@ -180,10 +153,8 @@ class CausalLMDrafting:
         return levels
 
     def _depths(self, depths_S: torch.Tensor, deepest: int) -> torch.Tensor:
-        """[B, S] distances of slots from the cache's end, clamped to the LM's learned positions.
-
-        Tokens drafted beyond those are cut off before verification.
-        """
+        """[B, S] distances of slots from the cache's end, clamped to the LM's learned positions: tokens drafted beyond
+        those are cut off before verification."""
         lengths, positions = self.session.lengths, self.positions
         depths_BS = depths_S.expand(len(lengths), -1)
         if max(lengths) + deepest < positions:
@@ -192,7 +163,6 @@ class CausalLMDrafting:
         return depths_BS.minimum(torch.tensor(most, device=self.device)[:, None])
 
     def _log_probs(self, last: torch.Tensor) -> torch.Tensor:
-        """Final states [..., H] to log-probabilities [..., Vd]."""
         if self.head_rows is None:
             logits = self.lm.logits(last)
         else:

@@ -5,13 +5,13 @@ The query of column t at step k sees, as a chain drafted below root x[t+1] would
     step-0 keys of columns 0..t         made from the target's states         one causal part, the same at every step
     its own column's keys of steps 1..k made from its own earlier outputs     k single scores
 
-so one softmax runs over t + 1 + k scores. No [T, k*T] mask exists. Masked scores are left out of the softmax; the
-published HASS and PosS code multiplies scores by 0 instead, which leaves exp(0) in its denominator for every masked
-column. Columns that do not count need only a step-0 key and value, because they are never queried. With several draft
-layers, the lower ones run step 0 on all columns.
+so one softmax runs over t + 1 + k scores. No [T, k*T] mask exists. (The published HASS and PosS code multiplies masked
+scores by 0, which leaves exp(0) in its denominator for every masked column.) Columns that do not count need only a
+step-0 key and value, because they are never queried. With several draft layers, the lower ones run step 0 on all
+columns.
 
-Documents that share a row (`models.alignment.Documents`) never see each other. Attention runs on one document's prefix
-after another; everything else runs on the whole row, without padding of tokens or counted columns.
+Documents that share a row (`models.alignment.Documents`) never see each other: attention runs on one document's prefix
+after another.
 
 Each stack of layers has keys and values of its own. Where the stack changes (`models.poss`), the new one computes them
 from the same step-0 features and from the drafted features of steps 1..k-1, which it gets without their history:
@@ -52,10 +52,15 @@ def chain_steps(
     detach: Detach = False,
     documents: Documents | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Outputs of a chain's steps: `models.drafter_base.Steps`.
+    """Yields outputs [B, C, H] of steps 0 to `steps` - 1 for the counted columns (`models.alignment`).
+
+    At step k only columns with `columns.counted(k)` are meaningful; the others must be masked.
 
     Args:
-        detach: whether gradients never flow from one step to the one before (HASS), or not where the stack changes.
+        inputs_BT: the tokens as the target's first layer reads them.
+        detach: where gradients end between drafted positions: True: at each step (HASS); "specialists": where the stack
+            changes; False: nowhere.
+        documents: packed documents; None: every row is one.
     """
     rows, tokens = captured_BTF.shape[:2]
     places = documents.places if documents is not None else [(row, 0, tokens) for row in range(rows)]
@@ -97,12 +102,7 @@ def chain_steps(
 
 
 class _Chains:
-    """The keys and values of one stack of layers, for all counted columns at once.
-
-    Args:
-        entry_BTW: inputs of step 0, for all columns.
-        runs: of the counted columns.
-    """
+    """The keys and values of one stack of layers, for all counted columns at once. `entry_BTW`: inputs of step 0."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ def _attention(
 
 
 def is_possible(decoder: nn.Module) -> bool:
-    """Whether all layers use PyTorch's attention. Others (soft caps, sinks) have their own formulas."""
+    """Whether all layers use PyTorch's attention: others (soft caps, sinks) have their own formulas."""
     return {config._attn_implementation for config in _configs(decoder)} == {"sdpa"}
 
 
@@ -94,6 +94,5 @@ def document_attention(decoder: nn.Module, documents: Documents) -> Iterator[Non
 
 
 def _configs(decoder: nn.Module) -> list[Any]:
-    """The distinct configs of its modules."""
     configs = (getattr(module, "config", None) for module in decoder.modules())
     return list({id(each): each for each in configs if hasattr(each, "_attn_implementation")}.values())

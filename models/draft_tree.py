@@ -12,8 +12,8 @@ shallower nodes first. Node 0 is the root: the target's own last token, which it
 Smaller trees of a batch are padded at the end; a single tree never is.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -26,20 +26,13 @@ from draftsmith.models.vocab import DraftVocab
 
 @dataclass(frozen=True)
 class DraftedBy:
-    """Who drafted a tree, where a proposer has several sources.
+    """Who drafted a tree, where a proposer has several sources."""
 
-    Attributes:
-        source: of all nodes but a second source's chain.
-        chain_source, chain: the second source, and the tokens of its chain below the root.
-        shared: first tokens of the chain that the tree has, too; they count as the tree's.
-        inner_accepted: of a hierarchy's chain, the drafted tokens that its small model accepted, round by round.
-    """
-
-    source: str  # "": the proposer's only one
+    source: str  # of all nodes but a second source's chain; "": the proposer's only one
     chain_source: str = ""
-    chain: tuple[int, ...] = ()
-    shared: int = 0
-    inner_accepted: tuple[int, ...] = ()
+    chain: tuple[int, ...] = ()  # the second source's tokens below the root
+    shared: int = 0  # first tokens of the chain that the tree has, too; they count as the tree's
+    inner_accepted: tuple[int, ...] = ()  # of a hierarchy: tokens that its small model accepted, round by round
 
     def credited(self, accepted: Sequence[int]) -> dict[str, int]:
         """Tokens of an accepted path by their source; 0 for a source without any."""
@@ -52,38 +45,26 @@ class DraftedBy:
 
 @dataclass(eq=False)
 class DraftTree:
-    """Nodes with their parents. All else is derived once, without waiting for the device.
+    """Nodes with their parents. All else is derived once, without waiting for the device."""
 
-    Attributes:
-        tokens: [B, N] target token ids, the root first; on padding any token.
-        parents: [B, N] index of each node's parent, an earlier node; -1 for the root; on padding any earlier node.
-        depth: an upper bound of the nodes' depth.
-        sizes: [B] nodes of each tree without padding; None: there is no padding.
-        drawn_from: [B, N, V] for drawn nodes, the distribution of each node's children; zero for nodes without one.
-            Siblings stand in the order in which they were drawn, without replacement: those behind the first from
-            what the distribution leaves. None: all nodes were chosen by rank.
-        is_chain: in all trees, each node is the child of the one before it.
-        sources: of each tree; None: the proposer has only one.
-        tried: depth to which each tree was drafted, which may be more than it has; None: as deep as it is long.
-    """
-
-    tokens: torch.Tensor
-    parents: torch.Tensor
-    depth: int
-    sizes: torch.Tensor | None = None
+    tokens: torch.Tensor  # [B, N] target token ids, the root first; on padding any token
+    parents: torch.Tensor  # [B, N] index of each node's parent, an earlier node, also on padding; -1 for the root
+    depth: int  # an upper bound of the nodes' depth
+    sizes: torch.Tensor | None = None  # [B] nodes of each tree without padding; None: there is no padding
+    # [B, N, V] for drawn nodes, the distribution of each node's children; zero for nodes without one. Siblings stand in
+    # the order in which they were drawn, without replacement: those behind the first from what the distribution leaves.
+    # None: all nodes were chosen by rank.
     drawn_from: torch.Tensor | None = None
-    is_chain: bool = False
-    sources: Sequence[DraftedBy] | None = None
-    tried: Sequence[int] | None = None
+    is_chain: bool = False  # in all trees, each node is the child of the one before it
+    sources: Sequence[DraftedBy] | None = None  # of each tree; None: the proposer has only one
+    tried: Sequence[int] | None = None  # depth to which each tree was drafted, if not as deep as it is long
 
     @property
-    def rows(self) -> int:
-        """B."""
+    def rows(self) -> int:  # B
         return self.tokens.shape[0]
 
     @property
-    def nodes(self) -> int:
-        """N."""
+    def nodes(self) -> int:  # N
         return self.tokens.shape[1]
 
     @cached_property
@@ -138,20 +119,21 @@ class DraftTree:
         """Without the nodes of tree b that are deeper than limits[b]."""
         if self.depth <= min(limits):
             return self
-        kept = self.depths <= torch.tensor(limits, device=self.tokens.device)[:, None]
+        limits_B1 = torch.tensor(limits, device=self.tokens.device)[:, None]
+        kept = self.depths <= limits_B1
         sizes = (kept if self.real is None else kept & self.real).sum(1)  # shallower nodes stand first
         nodes = int(sizes.max())
         drawn_from = self.drawn_from
         if drawn_from is not None:  # new leaves have no drawn child
-            leaves = self.depths[:, :nodes] >= torch.tensor(limits, device=self.tokens.device)[:, None]
+            leaves = self.depths[:, :nodes] >= limits_B1
             drawn_from = drawn_from[:, :nodes].masked_fill(leaves[..., None], 0)
-        return DraftTree(
-            self.tokens[:, :nodes],
-            self.parents[:, :nodes],
-            min(self.depth, max(limits)),
-            None if self.rows == 1 else sizes,
-            drawn_from,
-            self.is_chain,
+        return replace(
+            self,
+            tokens=self.tokens[:, :nodes],
+            parents=self.parents[:, :nodes],
+            depth=min(self.depth, max(limits)),
+            sizes=None if self.rows == 1 else sizes,
+            drawn_from=drawn_from,
         )
 
     @classmethod
@@ -173,39 +155,24 @@ class DraftTree:
 class Embedder(Protocol):
     """The part of a target that gives drafters their token embeddings."""
 
-    def embed(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor: ...
-
-    def inputs(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        inserts: Sequence[PlacedInsert] = (),
-        dtype: torch.dtype | None = None,
-    ) -> DecoderInputs: ...
+    embed: Callable[..., torch.Tensor]
+    inputs: Callable[..., DecoderInputs]
 
 
 @dataclass(frozen=True)
 class Committed:
     """Newly committed tokens for a proposer: n positions of each row.
 
-        tokens       p  p  p  a  b  r          r: the root, which the target has not read yet
-        features              f  f             of the newest positions; counts is 2 here
-        inputs                b  r             the token behind each, at the position of the feature
-
-    Attributes:
-        target: embeds the tokens.
-        tokens: all of each row so far, prompt included, the unread root last.
-        features: [B, n, F] captured states of the newly verified positions; row b has counts[b], then padding. None
-            for proposers without `capture_layers`.
-        counts: [B] new positions of each row.
-        prompts: of each row, for their inserts.
+    tokens       p  p  p  a  b  r          r: the root, which the target has not read yet
+    features              f  f             of the newest positions; counts is 2 here
+    inputs                b  r             the token behind each, at the position of the feature
     """
 
     target: Embedder
-    tokens: Sequence[Sequence[int]]
-    features: torch.Tensor | None
-    counts: Sequence[int]
-    prompts: Sequence[Prompt] = ()
+    tokens: Sequence[Sequence[int]]  # all of each row so far, prompt included, the unread root last
+    features: torch.Tensor | None  # [B, n, F] captured states, row b has counts[b]; None without `capture_layers`
+    counts: Sequence[int]  # [B] new positions of each row
+    prompts: Sequence[Prompt] = ()  # of each row, for their inserts
 
     def inputs(self, dtype: torch.dtype, device: torch.device) -> DecoderInputs:
         """[B, n] inputs of the token behind each position, with that position; arbitrary on padding."""
@@ -233,25 +200,11 @@ class Proposer(Protocol):
     def set_rows(self, kept: Sequence[int], new: int = 0, draws: Sequence[Draws] | None = None) -> None:
         """Keeps these rows between rounds, in this order, and begins new answers behind them; the others are done.
 
-        The next `observe` tells of all rows; `propose` needs it first.
-
-        Args:
-            kept: rows that were observed.
-            draws: the random numbers of the new answers, for proposers that sample.
+        The next `observe`, which `propose` needs first, tells of all rows. `draws`: the new answers'.
         """
 
     def observe(self, committed: Committed) -> None:
         """Reads the tokens committed since the last call."""
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        """Keeps the first lengths[b] positions of each row and the token behind them.
-
-        All rows have been observed. The next `observe` continues from there, possibly with other tokens; `propose`
-        needs it first.
-
-        Raises:
-            ValueError: a row has fewer positions, or there are more or fewer rows.
-        """
 
     def propose(self) -> tuple[DraftTree, list[int]]:
         """Trees below the last committed tokens, and the number of forward passes for each."""
@@ -272,15 +225,21 @@ class Drafting(Protocol):
 
     def observe(self, committed: Committed) -> None: ...
 
-    def rollback(self, lengths: Sequence[int]) -> None: ...
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Keeps the first lengths[b] positions of each row, all observed, and the token behind them; the next `observe`
+        may go on with other tokens.
+
+        Raises:
+            ValueError: a row has fewer positions, or there are more or fewer rows.
+        """
 
     def root_log_probs(self) -> torch.Tensor:
         """[B, Vd] of the roots' children, from the last committed columns (slot 0)."""
         ...
 
     def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        """Feeds `tokens` [B, b] (target ids at this depth; a root's children have depth 1) under `parent_slots` [B, b].
-        Returns [B, b, Vd], the log-probabilities of their children."""
+        """[B, b, Vd] of the children of `tokens` [B, b] (target ids), fed under `parent_slots` [B, b] at this depth; a
+        root's children have depth 1."""
         ...
 
     def passes(self, levels: int) -> int:

@@ -1,8 +1,7 @@
 """What all drafters share: the shape in their config.json, decoder layers, and how training and decoding ask them.
 
 `models.drafters.KINDS` lists the kinds. A kind is trained by its `Steps` and drafts by its
-`models.draft_tree.Drafting`; what lies between is its own. `models.feature_drafter` has those of the kinds that draft
-one token after another.
+`models.draft_tree.Drafting`.
 
 Shapes: B rows, T tokens, C columns, A query heads, G key/value heads, D head dimension, H hidden size, F captured
 states, V target vocabulary, Vd draft vocabulary.
@@ -10,20 +9,17 @@ states, V target vocabulary, Vd draft vocabulary.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from typing_extensions import Self
 
-from draftsmith.models.alignment import Columns, Documents, Run
 from draftsmith.models.families import layer_configs, rotations, usable_positions
 from draftsmith.models.layers import Attention, GatedMLP, RmsNorm, rotary
-from draftsmith.models.prompt import DecoderInputs
 from draftsmith.models.rotation import PLAIN, drafters_rotation
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.sections.train import Detach
 
 
 @dataclass(frozen=True)
@@ -71,12 +67,7 @@ class DrafterConfig:
         intermediate_size: int | None = None,
         **own: Any,
     ) -> Self:
-        """The shape that fits a target; arguments that are None take the target's value.
-
-        Args:
-            config: the target's text config; vocab_size: rows of its head.
-            own: further fields of the kind's config.
-        """
+        """The shape that fits a target; arguments that are None take the value of `config`, its text config."""
         # Where layers differ, the drafter takes after one with full attention, which it has, too.
         types = getattr(config, "layer_types", None) or []
         layer = layer_configs(config)[types.index("full_attention") if "full_attention" in types else 0]
@@ -112,7 +103,7 @@ class DrafterConfig:
 
     @property
     def column_bytes(self) -> int:
-        """Bytes of a column's keys and values in float32."""
+        """Of a column's keys and values in float32."""
         return 2 * 4 * self.num_key_value_heads * self.head_dim * self.cached_layers
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,7 +179,6 @@ class Drafter(nn.Module):
 
     @property
     def draft_layers(self) -> Sequence[DraftLayer]:
-        """All decoder layers."""
         raise NotImplementedError
 
     @property
@@ -217,7 +207,7 @@ class Drafter(nn.Module):
         return self.head(None)(outputs)
 
     def head(self, rows: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function like `logits` for the draft ids `rows` [n] only: [..., H] to float32 [..., n]. None: all ids."""
+        """`logits` for the draft ids `rows` [n] only. None: all ids."""
         raise NotImplementedError
 
     def head_loss(self, outputs: Sequence[torch.Tensor], loss: Callable[..., Any]) -> Any:
@@ -230,44 +220,7 @@ class Drafter(nn.Module):
         return dict(tensors)
 
 
-class Attend(Protocol):
-    """Attention over a causal prefix and keys of the same column (`train.attention.merged.merged_attention`)."""
-
-    def __call__(
-        self,
-        query_BACD: torch.Tensor,
-        prefix_keys_BGTD: torch.Tensor,
-        prefix_values_BGTD: torch.Tensor,
-        own_keys: Sequence[torch.Tensor],
-        own_values: Sequence[torch.Tensor],
-        runs: Sequence[Run],
-    ) -> torch.Tensor: ...
-
-
-class Steps(Protocol):
-    """How a kind computes what training compares: the outputs of every drafted position."""
-
-    def __call__(
-        self,
-        drafter: Any,
-        captured_BTF: torch.Tensor,
-        inputs_BT: DecoderInputs,
-        columns: Columns,
-        steps: int,
-        attend: Attend,
-        gradient_checkpointing: bool = False,
-        detach: Detach = False,
-        documents: Documents | None = None,
-    ) -> Iterator[torch.Tensor]:
-        """Yields outputs [B, C, H] of steps 0 to `steps` - 1 for the counted columns (`models.alignment`).
-
-        At step k only columns with `columns.counted(k)` are meaningful; the others must be masked.
-
-        Args:
-            inputs_BT: the tokens as the target's first layer reads them.
-            attend: the attention, by the device's kernel.
-            gradient_checkpointing: whether the backward pass computes the layers again.
-            detach: where gradients end between drafted positions, of kinds that read their own outputs.
-            documents: packed documents; None: every row is one.
-        """
-        ...
+# Attention over a causal prefix and keys of the same column: `train.attention.merged.merged_attention`.
+Attend = Callable[..., torch.Tensor]
+# How a kind computes the outputs of every drafted position, for training: as `models.chain_steps.chain_steps`.
+Steps = Callable[..., Iterator[torch.Tensor]]

@@ -32,20 +32,14 @@ from draftsmith.recipes.sections.drafter import DrafterSection
 
 @dataclass(frozen=True)
 class Kind:
-    """What the project knows of a kind of drafter, besides its config.
-
-    Attributes:
-        module: its class.
-        steps: how training computes its outputs.
-        drafting: how it drafts inside answers, from a part of its vocabulary (None: all of it).
-        engines: by the name of each engine that serves it (`models.formats.engines`), the architecture in config.json.
-        engine_config: an export's config.json, of the config, the architecture and the weights' precision.
-    """
+    """What the project knows of a kind of drafter, besides its config."""
 
     module: Callable[[Any, DraftVocab, FrozenHead | None], Drafter]
-    steps: Steps
-    drafting: Callable[[Any, DraftVocab | None], Drafting]
+    steps: Steps  # how training computes its outputs
+    drafting: Callable[[Any, DraftVocab | None], Drafting]  # inside answers, from a part of its vocabulary
+    # By the name of each engine that serves it (`models.formats.engines`), the architecture in config.json.
     engines: Mapping[str, str] = field(default_factory=dict)
+    # An export's config.json, of the config, the architecture and the weights' precision.
     engine_config: Callable[[Any, str, torch.dtype], dict[str, Any]] | None = None
 
 
@@ -69,11 +63,8 @@ KINDS: dict[type[DrafterConfig], Kind] = {
 
 
 def config_class(kind: Any, base: Any = None, own: Container[str] = ()) -> type[DrafterConfig] | None:
-    """The config class of a kind (and, for position specialists and ViSpec, of their base); None: unknown.
-
-    Args:
-        own: names of its fields. ViSpec has specialists if they are among them.
-    """
+    """The config class of a kind (and, for position specialists and ViSpec, of their base); None: unknown. ViSpec has
+    specialists if they are among the names of its `own` fields."""
     specialised = kind == "poss" or (kind == "vispec" and "specialists" in own)
     wanted = kind, base, specialised
     return next((c for c in KINDS if (c.kind, c.base, issubclass(c, SpecialistsConfig)) == wanted), None)
@@ -91,32 +82,19 @@ def kind_text(config: DrafterConfig) -> str:
 
 
 def kind_name(kind: str, base: str | None, positions: int | None, normed: bool) -> str:
-    """The same from a recipe's values. Over EAGLE-1, the published form of PosS and ViSpec, the base is not named.
-
-    Args:
-        normed: it has both norms of EAGLE-3.1.
-    """
+    """The same from a recipe's values. Over EAGLE-1, the published form of PosS and ViSpec, the base is not named."""
     over = f" over {base}" * (kind in ("poss", "vispec") and base != "eagle")
     specialists = "" if positions is None else f"-{positions}" if kind == "poss" else f" with poss-{positions}"
     return kind + specialists + over + ".1" * normed
 
 
 def build_drafter(config: DrafterConfig, vocab: DraftVocab, head: FrozenHead | None) -> Drafter:
-    """A drafter of this shape with random weights.
-
-    Args:
-        head: the target's; None for kinds with their own.
-    """
+    """A drafter of this shape with random weights. `head`: the target's; None for kinds with their own."""
     return KINDS[type(config)].module(config, vocab, head)
 
 
 def drafting_of(drafter: Drafter, cut: DraftVocab | None = None) -> Drafting:
-    """The drafter inside answers.
-
-    Args:
-        cut: draft only these tokens, with their rows of the head, and normalise over them (FR-Spec, arXiv 2502.14856).
-            None: the whole draft vocabulary.
-    """
+    """The drafter inside answers; `cut` is as in `FeatureDrafting`."""
     return KINDS[type(drafter.config)].drafting(drafter, cut)
 
 
@@ -134,8 +112,7 @@ def on_meta(config: DrafterConfig, vocab: DraftVocab | None = None) -> Drafter:
     """A drafter of this shape without weights."""
     vocab = vocab or DraftVocab(torch.arange(config.draft_vocab_size), config.vocab_size)
     with torch.device("meta"):
-        table = torch.empty(config.vocab_size, config.hidden_size)
-        return build_drafter(config, vocab, FrozenHead(table, None, lambda logits: logits))
+        return build_drafter(config, vocab, None)
 
 
 def config_of(section: DrafterSection) -> type[DrafterConfig]:
@@ -146,8 +123,7 @@ def config_of(section: DrafterSection) -> type[DrafterConfig]:
 
 
 def states_read(section: DrafterSection, layers: int) -> tuple[int, ...]:
-    """The target states that a recipe's drafter reads, of a target with so many layers. Raises UserError for states
-    that it has not."""
+    """The target states that a recipe's drafter reads, or UserError for states that so many layers do not have."""
     if not config_of(section).fuses:
         return (layers,)
     return checked_capture_layers(section.capture_layers, layers)
@@ -163,17 +139,9 @@ def drafter_shape(section: DrafterSection, target_config: Any) -> DrafterConfig:
         )
     kind = config_of(section)
     names = {each.name for each in fields(kind)}
-    wanted: dict[str, Any] = {
-        "num_layers": section.num_layers,
-        "attention_bias": section.attention_bias,
-        "fc_bias": section.fc_bias,
-        "fc_norm": section.fc_norm,
-        "norm_output": section.norm_output,
-        "positions_per_specialist": section.positions,
-        "specialists": section.specialist_count,
-        "compressed_tokens": 1 if section.compressed_tokens is None else section.compressed_tokens,
-        "global_vector": section.global_vector,
-    }
+    own = ("num_layers", "attention_bias", "fc_bias", "fc_norm", "norm_output", "compressed_tokens", "global_vector")
+    wanted: dict[str, Any] = {key: value for key in own if (value := getattr(section, key)) is not None}
+    wanted |= {"positions_per_specialist": section.positions, "specialists": section.specialist_count}
     return kind.for_target(
         target_config,
         vocab_size,

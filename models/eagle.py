@@ -6,10 +6,9 @@ drafter under another tree, arXiv 2406.16858). HASS trains it over several steps
     f'_{t+1} --the target's own head, frozen--> logits over the whole vocabulary
     f'_{t+1} itself is the next step's feature, through fc with the next token
 
-The first layer has no norm before its attention. No norm follows the last layer: outputs predict features, which are
-already normed. Parameter names are those of published EAGLE checkpoints. Deviations from the reference code: rotary
-base, scaling and norm epsilon are the target's; drafts use the head's scaling and soft-capping, too (Gemma, Granite,
-Cohere).
+The first layer has no norm before its attention, and no norm follows the last one: outputs predict features, which are
+already normed. Parameter names are those of published checkpoints. Deviations from the reference code: rotary base,
+scaling and norm epsilon are the target's; drafts use the head's scaling and soft-capping, too (Gemma, Granite, Cohere).
 
 Shapes: as in `models.feature_drafter`; F = W = H.
 """

@@ -9,9 +9,8 @@
 Two flags of EAGLE-3.1, known to engines: `fc_norm`, an RMSNorm for each captured state before fc, and `norm_output`,
 norm(a) instead of a as the next step's feature. Further layers are ordinary decoder layers; a is the last one's output.
 
-Parameter names are those of published EAGLE-3 checkpoints. Deviations from the reference code: rotary base, scaling and
-norm epsilon come from the target (the reference always trains with base 10000); the caller tells target features from
-drafted ones (the reference guesses by width).
+Parameter names are those of published EAGLE-3 checkpoints. Deviation from the reference code: rotary base, scaling and
+norm epsilon are the target's (the reference always trains with base 10000).
 
 Shapes: as in `models.feature_drafter`; F = captured layers * H, W = 2H.
 """
@@ -76,7 +75,6 @@ class Eagle3Drafter(FeatureDrafter):
         self.lm_head = Head(size, config.draft_vocab_size, bias=False)
 
     def make_layers(self) -> Sequence[Sequence[DraftLayer]]:
-        """Registers the layers and returns the stacks."""
         self.midlayer = Eagle3Layer(self.config)
         above = list(layers_above(self.config))
         # Engines call the first layer layers.0 or midlayer and count on from it.

@@ -6,18 +6,14 @@
     output --logits--> distribution over the draft vocabulary
     output --feedback--> the next drafted column's feature
 
-`target_columns` says which columns the target's states make; in text, all do. `entry_in_context` is entry for drafters
-that know of pictures (`models.vispec`), and entry itself for all others.
-
-Drafters (`models.eagle`, `models.eagle3`) differ in fuse, entry, logits, feedback and layers. A *stack* is the layers
-that make one output. Most drafters have one; position specialists (`models.poss`) have several, chosen by the drafted
-position (step 0 is the first drafted token):
+A *stack* is the layers that make one output. Most drafters have one; position specialists (`models.poss`) have several,
+chosen by the drafted position (step 0 is the first drafted token):
 
     step      0  1  2  3  4  5  6 ...
     stack     0  0  1  1  2  2  2 ...        three stacks, two positions each; the last one serves all later steps
 
-Training (`models.chain_steps`) and decoding (`FeatureDrafting`) call the same five functions, but differ in the keys
-that a query sees.
+Training (`models.chain_steps`) and decoding (`FeatureDrafting`) call the same functions, but differ in the keys that a
+query sees.
 
 Shapes: B rows, T tokens, C columns, H hidden size, F captured states, W entry width, V target vocabulary, Vd draft
 vocabulary, b new slots, S slots of the round.
@@ -49,7 +45,6 @@ class FeatureDrafter(Drafter):
         return 1
 
     def stack_of(self, step: int) -> int:
-        """Index of the stack for this step."""
         return min(step // self.positions_per_stack, len(self.stacks) - 1)
 
     @property
@@ -65,17 +60,14 @@ class FeatureDrafter(Drafter):
         raise NotImplementedError
 
     def entry_in_context(self, feature: torch.Tensor, embedding: torch.Tensor, *context: torch.Tensor) -> torch.Tensor:
-        """`entry` with the context of each column (`models.target_columns.TargetColumns.context`)."""
+        """`entry` with the context of each column, for drafters that know of pictures (`models.vispec`)."""
         return self.entry(feature, embedding)
 
     def target_columns(
         self, captured: torch.Tensor, following: DecoderInputs, texts: Sequence[TextColumns]
     ) -> TargetColumns:
-        """The columns that exist of these texts, side by side in each row.
-
-        Args:
-            captured: [B, T, F] states of the target; following: the tokens behind them, at their positions.
-        """
+        """The columns that target states [B, T, F] make of these texts, side by side in each row; in text, all do.
+        `following`: the tokens behind the states, at their positions."""
         counts = [text.count for text in texts]  # for decoding, where each row is one text
         return TargetColumns(captured, following.embeddings, following.positions, counts)
 
@@ -89,13 +81,10 @@ class FeatureDrafting:
 
     Column t of the cache holds key and value of (target feature of position t, token t+1) at position t, never of a
     drafted feature: `observe` reads accepted columns again from the target's states. The round's drafted columns stand
-    behind them in the same buffers (`models.key_values`); the next round overwrites them:
+    behind them in the same buffers of each layer (`models.key_values`); the next round overwrites them:
 
         buffer   | 0 1 2 ... S-1 | slot 1  slot 2 ... |        slot 0 is column S-1; its output drafts the root's
                    committed       this round's tree           children
-
-    Every layer of every stack has such buffers. When the stack changes within a round, the new one recomputes keys and
-    values of the drafted columns from their features.
 
     Args:
         cut: draft only these tokens, with their rows of the head, and normalise over them (FR-Spec, arXiv 2502.14856).
@@ -143,8 +132,8 @@ class FeatureDrafting:
     def observe(self, committed: Committed) -> None:
         """Adds committed columns from target states [B, n, F]. Only the last one's output is computed.
 
-        Where most of [B, n] is padding, as when new prompts replace a few finished answers, keys and values are
-        computed in one row of columns without padding, if the stack's layer needs no others'.
+        Where most of [B, n] is padding, as when new prompts replace a few finished answers, keys and values of a single
+        layer are computed in one row of columns without padding.
         """
         assert committed.features is not None
         drafter, columns, self.target = self.drafter, self.columns, committed.target
@@ -172,10 +161,10 @@ class FeatureDrafting:
             """Writes keys and values [B, G, n, D] into the buffers `place`; returns all of them."""
             keys_values = layer.self_attn.keys_values(x, cos, sin)
             if packed:
-                spread = [states.new_zeros(rows, *states.shape[1:2], most, states.shape[3]) for states in keys_values]
-                for spread_BGnD, states_1GND in zip(spread, keys_values, strict=True):
-                    spread_BGnD[row_N, :, place_N] = states_1GND[0].transpose(0, 1)
-                keys_values = spread
+                _, groups, _, size = keys_values[0].shape
+                spread = keys_values[0].new_zeros(2, rows, groups, most, size)
+                spread[:, row_N, :, place_N] = torch.stack(keys_values)[:, 0].permute(2, 0, 1, 3)
+                keys_values = spread[0], spread[1]
             return columns.write(place, *keys_values)
 
         columns.place(0, most)
@@ -195,11 +184,11 @@ class FeatureDrafting:
         )
         self.context = tuple(rest)
         mask = None
-        if not columns.even:  # hides columns beyond a row's own
+        if columns.even:
+            keys, values = keys[:, :, : columns.lengths[0]], values[:, :, : columns.lengths[0]]
+        else:  # hides columns beyond a row's own
             lengths = torch.tensor(columns.lengths, device=self.device)
             mask = (torch.arange(keys.shape[2], device=self.device) < lengths[:, None])[:, None]
-        else:
-            keys, values = keys[:, :, : columns.lengths[0]], values[:, :, : columns.lengths[0]]
         attended = grouped_attention(last.self_attn.queries(x, cos, sin), keys, values, mask)
         self.outputs = last.finish(residual, attended)
         self.slots, self.stack, self.drafted = SlotTree(rows, self.device), 0, []
@@ -253,7 +242,7 @@ class FeatureDrafting:
         return layer.finish(residual, grouped_attention(layer.self_attn.queries(x, cos, sin), keys, values, mask))
 
     def _hand_over(self, stack: int, drafted: int) -> None:
-        """Changes the stack: computes the new one's keys and values for the columns drafted so far."""
+        """Changes the stack: computes the new one's keys and values for the columns drafted so far, if any."""
         self.stack = stack
         if not drafted:
             return
@@ -263,5 +252,4 @@ class FeatureDrafting:
         self.columns.write(self.first[stack], *layer.self_attn.keys_values(layer.enter(h)[0], cos, sin))
 
     def _log_probs(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Outputs [..., H] to log-probabilities [..., Vd]."""
         return functional.log_softmax(self.head(outputs), dim=-1)

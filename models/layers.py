@@ -136,7 +136,6 @@ class Attention(nn.Module):
         return keys, self._split(self.v_proj(x_BCW), self.key_value_heads)
 
     def output(self, attended_BACD: torch.Tensor) -> torch.Tensor:
-        """[B, C, H]."""
         return self.o_proj(attended_BACD.transpose(1, 2).flatten(2))
 
     def _split(self, x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.models.blocked import block_layers, block_linears
-from draftsmith.models.causal_lm import check_vocabulary, load_draft_model
+from draftsmith.models.blocked import block_linears
+from draftsmith.models.causal_lm import load_draft_model
 from draftsmith.models.checkpoint import load_drafter, provenance, read_drafter_config
 from draftsmith.models.costs import hardware
 from draftsmith.models.drafter_base import Drafter
@@ -76,7 +76,8 @@ class LoadedModels:
             self.drafters[key] = load_drafter(directory, model, files.identity_of(model), shape.capture_layers)
             if (dtype := drafting_dtype(model)) is not None:
                 self.drafters[key].round_weights(dtype)
-            block_layers(self.drafters[key])
+            for layer in self.drafters[key].draft_layers:  # head and fusion read their weights in other ways, too
+                block_linears(layer)
         return self.drafters[key]
 
     def draft_model(self, section: TargetSection) -> Target:
@@ -92,6 +93,5 @@ class LoadedModels:
             files = TargetFiles(section, large=self.files)
             small = load_draft_model(files)
             block_linears(small.layers)
-            check_vocabulary(small, self.target)
             self.draft_models[key] = files, small
         return self.draft_models[key]

@@ -1,7 +1,6 @@
 """PosS: position specialists, one decoder layer for every few draft positions (arXiv 2506.03566, section 3).
 
-A single layer must read its own features at every position, and they get worse with each step. Here specialist i // n
-drafts position i, and the last one all that follow:
+Specialist i // n drafts position i, and the last one all that follow:
 
     drafted position    0   1   2   3   4   5   6 ...
     specialist (n = 2)  0   0   1   1   2   2   2 ...       PosS-2 with three specialists
@@ -15,10 +14,9 @@ the text and from earlier specialists' features for the chain.
     read by specialist  0 1 2    0 1 2    1 2      2                  through its own k and v
 
 Gradients (`train.detach_features`): over EAGLE-1 every drafted feature is detached, over EAGLE-3 only at a change of
-specialists. A specialist then learns from its own positions only; shared parts learn from all. Over EAGLE-1 the feature
-loss teaches a specialist the features that the next one needs; over EAGLE-3 nothing does. `false` detaches nothing,
-like the published version over EAGLE-3. Defects of the reference code are not repeated: masked scores in the softmax, a
-first round that always uses specialist 0, and drafted features that outlive their prompt.
+specialists, so a specialist learns from its own positions only. `false` detaches nothing, like the published version
+over EAGLE-3. Defects of the reference code are not repeated: masked scores in the softmax, a first round that always
+uses specialist 0, and drafted features that outlive their prompt.
 
 Shapes: as in `models.feature_drafter`.
 """
@@ -47,9 +45,6 @@ class SpecialistsConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        n, count = self.positions_per_specialist, self.specialists
-        if n < 1 or count < 1:
-            raise UserError(f"drafter: {count} specialists of {n} positions each; both must be at least 1")
         if self.num_layers != 1:
             raise UserError(f"drafter.num_layers: {self.num_layers}, but a position specialist is a single layer")
 

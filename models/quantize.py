@@ -1,8 +1,7 @@
 """The target's precision (target.quantization): weights in few bits, quantised when the target is loaded.
 
-Only the linear layers of the decoder's blocks are quantised. Embeddings, norms, head, a vision part and the drafter
-keep their precision (as in SpecMQuant, arXiv 2505.22179). Experts that a family stores as one three-dimensional
-parameter are no linear layers and are left alone, too.
+Only the linear layers of the decoder's blocks are quantised (as in SpecMQuant, arXiv 2505.22179). Experts that a family
+stores as one three-dimensional parameter are no linear layers.
 
     8 bits, one scale for each row (output) of a weight W [out, in]:
 
@@ -17,13 +16,13 @@ parameter are no linear layers and are left alone, too.
 
 Scales and zeros are rounded to bfloat16, as the kernels store them, before the codes are computed.
 
-On a CPU the products are those of PyTorch's own kernels, with activations in bfloat16. They are private operations of
-torch (`aten::_weight_int8pack_mm`, `_weight_int4pack_mm_for_cpu`), so `check_quantization` tries them before any
-weight is loaded. LOG.md has them beside torchao's, which are no faster. `fake` replaces each weight by its
-quantised value, in the model's own dtype: the precision's effect without its speed, on any device.
+On a CPU the products are those of PyTorch's own kernels, with activations in bfloat16: private operations of torch,
+which `check_quantization` tries before any weight is loaded. LOG.md has them beside torchao's, which are no faster.
+`fake` replaces each weight by its quantised value, in the model's own dtype: the precision's effect without its speed,
+on any device.
 
-How a product rounds depends on the number of rows. Greedy answers of int8 and int4 targets are therefore compared with
-plain decoding's, and nothing is promised. Fake ones are ordinary models.
+How a kernel rounds depends on the number of rows, so greedy answers of int8 and int4 targets may differ from plain
+decoding's. Fake ones are ordinary models.
 """
 
 import platform
@@ -47,10 +46,10 @@ PROBE_ERROR = 0.02  # relative; bfloat16 rounds by 0.004
 
 
 def precision_name(precision: QuantizationSection | None) -> str | None:
-    """The precision as part of a target's identity and of names, such as "int4, groups of 64"; None: as loaded."""
+    """The precision in names and a target's identity, such as "int4, groups of 64"; None: as loaded."""
     if precision is None:
         return None
-    name = f"int{precision.bits}" + (f", groups of {precision.group_size}" if precision.bits == 4 else "")
+    name = "int8" if precision.bits == 8 else f"int4, groups of {precision.group_size}"
     return f"fake {name}" if precision.fake else name
 
 
@@ -103,7 +102,6 @@ class _QuantizedLinear(nn.Module):
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().bfloat16())
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]"""
         result = self.product(states.reshape(-1, self.in_features).contiguous())
         result = result.view(*states.shape[:-1], self.out_features)
         return result if self.bias is None else result + self.bias
@@ -156,7 +154,6 @@ def quantize_layers(layers: nn.ModuleList, precision: QuantizationSection) -> No
 
 
 def _linears(layers: nn.ModuleList) -> dict[str, nn.Linear]:
-    """All linear layers by name."""
     return {name: module for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
 
 
@@ -173,15 +170,11 @@ def quantized_bytes(layers: nn.ModuleList, precision: QuantizationSection) -> tu
 
 
 def check_quantization(precision: QuantizationSection, config: Any, layers: nn.ModuleList, device: str) -> None:
-    """Checks that a target can be quantised here.
+    """Raises UserError: the checkpoint is quantised already, a layer's shape does not fit, or there is no kernel here.
 
     Args:
         config: the target's whole config.
         layers: its decoder's blocks; those of a model on torch's meta device will do.
-
-    Raises:
-        UserError: the checkpoint is quantised already, a layer has a shape that does not fit, or this machine has no
-            kernel.
     """
     already = getattr(config, "quantization_config", None)
     if already is not None:
@@ -196,17 +189,15 @@ def check_quantization(precision: QuantizationSection, config: Any, layers: nn.M
             f"target.quantization: the blocks of family {config.model_type} hold no linear layers of torch, and only "
             "those are quantised; leave target.quantization out"
         )
-    problems = [problem for name, linear in found.items() if (problem := _misfit(f"layers.{name}", linear, precision))]
-    if problems:
-        more = f" (and {len(problems) - 1} layers more)" if len(problems) > 1 else ""
-        raise UserError(f"target.quantization: {problems[0]}{more}")
+    for name, linear in found.items():
+        if problem := _misfit(f"layers.{name}", linear, precision):
+            raise UserError(f"target.quantization: {problem}")
     if not precision.fake:
         if torch.device(device).type != "cpu":
             raise UserError(
                 f"target.quantization: {precision_name(precision)} needs kernels for {device}, and those here are for "
                 "CPUs: set target.device=cpu, or name a quantised checkpoint (GPTQ, AWQ, bitsandbytes, torchao) as "
-                "target.model, which transformers loads with its own kernels. {fake: true} has the precision's effect "
-                "on any device, without its speed"
+                "target.model, which transformers loads with its own kernels; or take {fake: true}"
             )
         _check_kernel(precision.bits)
 
@@ -228,16 +219,14 @@ def _misfit(name: str, linear: nn.Linear, precision: QuantizationSection) -> str
 @cache
 def _check_kernel(bits: int) -> None:
     """Tries a small product. Raises UserError if this machine or this torch cannot do it, or does it wrongly."""
-    advice = (
-        "; take target.quantization={fake: true} for the precision's effect without its speed, another machine, or "
-        "leave target.quantization out"
-    )
+
+    def refused(why: str) -> UserError:
+        advice = "take target.quantization={fake: true}, another machine, or leave target.quantization out"
+        return UserError(f"target.quantization: int{bits}: {why}; {advice}")
+
     cpu = torch.backends.cpu.get_cpu_capability()
     if platform.machine().lower() in ("x86_64", "amd64") and cpu in ("DEFAULT", "NO AVX"):
-        raise UserError(
-            f"target.quantization: int{bits}: PyTorch's kernels need AVX2 or AVX-512, and it finds neither on this CPU "
-            f"(capability {cpu}){advice}"
-        )
+        raise refused(f"PyTorch's kernels need AVX2 or AVX-512, and it finds neither on this CPU (capability {cpu})")
     linear = nn.Linear(64, 32, bias=False)
     states = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     precision = QuantizationSection(bits=8 if bits == 8 else 4)
@@ -246,12 +235,6 @@ def _check_kernel(bits: int) -> None:
             there = (Int8Linear(linear) if bits == 8 else Int4Linear(linear, precision.group_size))(states).float()
             here = functional.linear(states.float(), fake_quantized(linear.weight.data, precision))
     except (RuntimeError, NotImplementedError, AttributeError) as error:
-        raise UserError(
-            f"target.quantization: int{bits}: torch {torch.__version__} has no kernel for this machine: "
-            f"{first_line(error)}{advice}"
-        ) from None
+        raise refused(f"torch {torch.__version__} has no kernel for this machine: {first_line(error)}") from None
     if not torch.allclose(there, here, rtol=0, atol=PROBE_ERROR * float(here.abs().max())):
-        raise UserError(
-            f"target.quantization: int{bits}: the kernel of torch {torch.__version__} gives wrong products on this "
-            f"machine{advice}"
-        )
+        raise refused(f"the kernel of torch {torch.__version__} gives wrong products on this machine")

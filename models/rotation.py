@@ -4,8 +4,8 @@ A drafter rotates whole heads, by frequencies that no length changes. A target m
 frequencies that change with the length (longrope, dynamic). Its drafter then rotates whole heads with the target's
 base: it is trained with that, and every engine can serve it.
 
-One dict describes a rotation, by transformers' names: rope_type, rope_theta, and the settings of the kind. The EAGLE
-and speculators formats hold the same dict; `models.formats.engines` says which settings each engine reads.
+One dict describes a rotation, by transformers' names: rope_type, rope_theta, and the settings of the kind.
+`models.formats.engines` says which settings each engine reads.
 """
 
 from collections.abc import Mapping
@@ -27,13 +27,10 @@ PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def drafters_rotation(target: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    """The rotation of a drafter for a target with these rotary parameters.
+    """The rotation of a drafter for a target with these rotary parameters. Raises UserError for a setting that is null.
 
     Args:
         positions: the target's max_position_embeddings, by which transformers replaces a yarn factor that is null.
-
-    Raises:
-        UserError: a setting of the kind is null.
     """
     kind = target["rope_type"] if target["rope_type"] in ROTATIONS else "default"
     if kind == "yarn" and target["factor"] is None:
@@ -44,13 +41,11 @@ def drafters_rotation(target: Mapping[str, Any], positions: int) -> dict[str, An
 
 
 def checked_rotation(given: Mapping[str, Any], positions: int) -> dict[str, Any]:
-    """The rotation of another project's drafter, as rope_parameters describe it, without keys that its kind ignores.
+    """The rotation of another project's drafter, without keys that its kind ignores. Raises ValueError for one that no
+    drafter here has.
 
     Args:
         positions: its max_position_embeddings, which transformers takes for a missing original one.
-
-    Raises:
-        ValueError: no drafter here rotates so.
     """
     kind, part = given.get("rope_type"), given.get("partial_rotary_factor")
     if not isinstance(kind, str) or kind not in ROTATIONS:

@@ -7,12 +7,11 @@ Both answer for the longest suffix of a text that occurs elsewhere:
 
 `DynamicAutomaton`: the answer's own text, growing token by token. A suffix automaton, amortised O(1) per token.
 
-`StaticAutomaton`: a corpus that does not change. Deviation: the paper stores a second suffix automaton, at about 400
-bytes a token in Python, and moves a state through it at every token. Here the corpus is sorted once, by the text
-*before* each position, read backwards (a suffix array of the mirrored corpus). A binary search finds the longest
-suffix of any text and the interval of all its occurrences, which is what the automaton's state tells. There is no
-state to move, to roll back or to keep in step with a batch, and two flat arrays of 6 to 8 bytes a token can be
-memory-mapped:
+`StaticAutomaton`: a corpus that does not change. Deviation: the paper moves a state through a second suffix automaton,
+of about 400 bytes a token in Python. Here the corpus is sorted once, by the text *before* each position, read backwards
+(a suffix array of the mirrored corpus). A binary search finds what the automaton's state tells, the longest suffix of a
+text with all its occurrences, in two flat, memory-mapped arrays of 6 to 8 bytes a token, without a state to roll back
+or to keep in step with a batch:
 
     position     0 1 2 3 4 5 6 7 8 9    `tokens`; a dot is the separator at every document's ends
     token        . a b d . x a b e .
@@ -23,10 +22,13 @@ Documents end before and after a stop token's end, so neither a match nor a cont
 """
 
 import heapq
+import itertools
 import json
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +47,11 @@ MOST_TOKENS = 2**31 - 1  # positions are int32
 
 
 class DynamicAutomaton:
-    """A suffix automaton of one text, and the longest suffix of the text that occurred in it before.
+    """A suffix automaton of one text, and the longest suffix of the text that occurred in it before (`matched` tokens).
 
     A state stands for the substrings that end at the same places; it has the longest one's length, the end of the
     first occurrence, an edge for each token that may follow, and a link to the state of the next shorter suffix. State
     0 is the empty text.
-
-    Attributes:
-        matched: length of that longest suffix; 0: the last token is new.
     """
 
     def __init__(self) -> None:
@@ -115,8 +114,8 @@ class DynamicAutomaton:
     def continuation(self, count: int) -> list[int]:
         """`count` tokens that followed the first occurrence.
 
-        Where fewer follow, they are repeated, because the text that is being repeated is then a loop ("a b a b a").
-        Deviation: the paper looks for a shorter suffix with more tokens behind it, or drafts a shorter chain.
+        Where fewer follow, the text is a loop ("a b a b a"), and they are repeated. Deviation: the paper looks for a
+        shorter suffix with more tokens behind it, or drafts a shorter chain.
         """
         if not self.matched:
             return []
@@ -136,6 +135,11 @@ class Match:
     @property
     def occurrences(self) -> int:
         return self.end - self.first
+
+
+def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common beginning."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 class StaticAutomaton:
@@ -158,8 +162,8 @@ class StaticAutomaton:
     # Look-ups.
 
     def longest(self, context: Sequence[int]) -> Match:
-        """The longest suffix of `context` in the corpus, in a binary search. It starts with the last few tokens and
-        takes more where all of them match."""
+        """The longest suffix of `context` in the corpus, by a binary search for the last few tokens, and for more where
+        all of them match."""
         window = FIRST_WINDOW
         while True:
             found = self._longest(list(context[: -window - 1 : -1]))
@@ -168,63 +172,35 @@ class StaticAutomaton:
             window *= 8
 
     def _longest(self, sought: list[int]) -> Match:
-        """`sought`: the context, read backwards."""
-        low, high = 0, len(self.order)  # every entry before low is smaller, every one from high on is greater
-        common_low = common_high = 0  # tokens in common with the entries beside the interval
-        while low < high:
-            middle = (low + high) // 2
-            common, smaller = self._compared(middle, sought, min(common_low, common_high))
-            if smaller:
-                low, common_low = middle + 1, common
-            else:
-                high, common_high = middle, common
-        length = max(common_low, common_high)
+        """`sought`: the context, read backwards. No entry is smaller or greater for what stands before its document,
+        because `sought` has no separator."""
+        at = bisect_left(self.order, sought, key=partial(self._before, most=len(sought)))
+        nearest = [self._before(position, len(sought)) for position in self.order[max(0, at - 1) : at + 1].tolist()]
+        length = max((common_length(sought, text) for text in nearest), default=0)
         if not length:
             return Match(0)
-        suffix = np.array(sought[:length][::-1])
-        at = low if common_high == length else low - 1
-        return Match(length, self._boundary(at, suffix, -1) + 1, self._boundary(at, suffix, 1))
+        prefix, key = sought[:length], partial(self._before, most=length)
+        return Match(length, bisect_left(self.order, prefix, key=key), bisect_right(self.order, prefix, key=key))
 
-    def _compared(self, entry: int, sought: list[int], common: int) -> tuple[int, bool]:
-        """(tokens in common, whether the entry is smaller). `common`: as many are known to be."""
-        tokens, position = self.tokens, self.order.item(entry)
-        for back in range(common, len(sought)):
-            token = tokens.item(position - back)
-            if token != sought[back]:
-                return back, token < sought[back]
-        return len(sought), False
-
-    def _boundary(self, inside: int, suffix: np.ndarray, step: int) -> int:
-        """The first entry without this suffix, before (step -1) or behind (step 1) one with it."""
-        last = len(self.order) if step > 0 else -1
-        span = 1
-        while (at := inside + step * span) * step < last * step and self._has(at, suffix):
-            inside, span = at, 2 * span
-        outside = at if at * step < last * step else last
-        while abs(outside - inside) > 1:
-            middle = (inside + outside) // 2
-            inside, outside = (middle, outside) if self._has(middle, suffix) else (inside, middle)
-        return outside
-
-    def _has(self, entry: int, suffix: np.ndarray) -> bool:
-        end = self.order.item(entry) + 1
-        return end >= len(suffix) and bool((self.tokens[end - len(suffix) : end] == suffix).all())
+    def _before(self, position: int, most: int) -> list[int]:
+        """The last tokens up to a position, read backwards."""
+        return self.tokens[max(0, position + 1 - most) : position + 1][::-1].tolist()
 
     def continuations(self, match: Match, most: int, width: int, depth: int) -> tuple[list[int], list[int]]:
         """(tokens, parents) of the `most` likeliest nodes below the matched text, parents first; 0 is the root, which
         is not among them.
 
-        A node's probability is the product of the frequencies of its path's tokens, each after the text before it. The
-        product telescopes: it is the share of the occurrences that the node's whole path follows. Ties go to the
-        shallower node, then to the one found first.
+        A node's probability is the share of the occurrences that its whole path follows. Ties go to the shallower node,
+        then to the one found first. Deviation: of more than `SAMPLED` occurrences, it looks at so many.
 
         Args:
             width: most nodes of one depth, and most children of one node.
             depth: of the deepest node.
-
-        Deviation: of more than `SAMPLED` occurrences, it looks at so many.
         """
-        positions = self._ends(match)
+        entries = np.arange(match.first, match.end)
+        if match.occurrences > SAMPLED:
+            entries = match.first + np.arange(SAMPLED) * match.occurrences // SAMPLED
+        positions: list[int] = self.order[entries].tolist()
         found_tokens: list[int] = []
         found_parents: list[int] = []
         at_depth: Counter[int] = Counter()
@@ -245,11 +221,6 @@ class StaticAutomaton:
             found_parents.append(parent)
             parent = len(found_tokens)
 
-    def _ends(self, match: Match) -> list[int]:
-        if match.occurrences <= SAMPLED:
-            return self.order[match.first : match.end].tolist()
-        return self.order[match.first + np.arange(SAMPLED) * match.occurrences // SAMPLED].tolist()
-
     def _following(self, positions: list[int]) -> list[tuple[int, list[int]]]:
         """(token, its positions) of what follows these positions, the most frequent first."""
         groups: dict[int, list[int]] = {}
@@ -266,12 +237,7 @@ class StaticAutomaton:
         return self.tokens.nbytes + self.order.nbytes
 
     def save(self, path: Path, fingerprint: str, facts: dict[str, Any]) -> None:
-        """Writes safetensors, atomically.
-
-        Args:
-            fingerprint: of the tokenizer.
-            facts: what the corpus is, for readers of the file; JSON.
-        """
+        """Writes safetensors, atomically; `facts` (JSON) tell readers of the file what the corpus is."""
         metadata = {
             "form": FORM,
             "tokenizer_fingerprint": fingerprint,
@@ -282,11 +248,7 @@ class StaticAutomaton:
 
     @classmethod
     def load(cls, path: Path, fingerprint: str) -> "StaticAutomaton":
-        """Maps a file into memory.
-
-        Raises:
-            UserError: no such file, not an automaton, or one of another tokenizer.
-        """
+        """Maps a file into memory. Raises UserError: no such file, no automaton, or one of another tokenizer."""
         with open_tensors(path, "file; run `draftsmith build-sam` first") as file:
             metadata = file.metadata() or {}
             if metadata.get("form") != FORM or {"tokens", "order"} - set(file.keys()):
@@ -298,8 +260,6 @@ class StaticAutomaton:
                 f"{path}: built with another tokenizer: fingerprint {there[:16]} there, {fingerprint[:16]} here (a "
                 f"fingerprint covers {FINGERPRINT_COVERS}); run `draftsmith build-sam` for this target"
             )
-        if not len(order):
-            raise UserError(f"{path}: holds no token; run `draftsmith build-sam` with other sources")
         return cls(tokens, order, int(metadata["separator"]))
 
 
@@ -321,10 +281,9 @@ def corpus_tokens(documents: Sequence[np.ndarray], separator: int) -> np.ndarray
 def sorted_positions(tokens: np.ndarray, separator: int) -> np.ndarray:
     """[n - separators] int32 positions of the tokens, sorted by the text that ends there, read backwards.
 
-    Prefix doubling (Manber and Myers 1990), in numpy: positions that share their last h tokens share a rank; sorting by
-    the pair of a rank and that of the position h before doubles h. As in Larsson and Sadakane (2007), only positions
-    that still share a rank are sorted again, so that long repeats cost little. Every separator has a rank of its own:
-    texts are compared within their document, and equal ones are ordered by their separators.
+    Prefix doubling (Manber and Myers 1990): positions that share their last h tokens share a rank; sorting by the pair
+    of a rank and that of the position h before doubles h. Only positions that still share a rank are sorted again
+    (Larsson and Sadakane 2007). Every separator has a rank of its own: texts are compared within their document.
     """
     mirrored = tokens[::-1]
     separators = mirrored == separator

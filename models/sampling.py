@@ -2,8 +2,8 @@
 
     logits --temperature--> --top_k--> --top_p--> softmax --> p
 
-`p` is computed once per position. Drawing, accepting drafted tokens, the residual after a rejection and the bonus token
-(`eval.decoding.accept`) all use it; otherwise the output would not follow the target's distribution.
+`p` is computed once per position, for drawing, for accepting drafted tokens, for the residual after a rejection and for
+the bonus token (`eval.decoding.accept`).
 
 Shapes: N rows, V tokens; `...` any number of axes.
 """
@@ -34,9 +34,6 @@ class Sampling:
     top_k: int = 0  # 0 is off
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not isinstance(value, (int, float)):
-                raise ValueError(f"{name}: {value!r} is no number")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature: {self.temperature} must be 0 (greedy) or a positive number")
         if not 0 < self.top_p <= 1:
@@ -90,12 +87,8 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def pick(weights_NV: torch.Tensor, uniforms_N: torch.Tensor) -> torch.Tensor:
-    """[N] tokens: the inverse of each row's distribution function at its uniform number.
-
-    Args:
-        weights_NV: not negative; rows need not sum to 1.
-        uniforms_N: in [0, 1), float64.
-    """
+    """[N] tokens: the inverse of each row's distribution function at its uniform number in [0, 1), float64. Weights are
+    not negative, and need not sum to 1."""
     mass_NV = weights_NV.double().cumsum(-1)  # float64: a sum over 100,000 tokens keeps its tail
     total_N = mass_NV[:, -1]
     # Below the total: rounding must not pick a token of weight 0 at the end.

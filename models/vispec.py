@@ -19,18 +19,14 @@ so a picture at tokens 2 to 6 has columns 1 to 5:
 Column 6 is the first that exists again: it reads the target's state at the picture's last token and the first text
 token behind it. Each later picture brings a g of its own, which holds from there on. A picture with fewer than Q
 columns keeps them all, with its first vectors; a picture at the very beginning has one column less, because no column
-reads x[0], but the adaptor reads all of its tokens. Removed columns cost nothing: attention, packing, buffers and trees
-only see those that exist (`models.target_columns`).
+reads x[0], but the adaptor reads all of its tokens. Attention, packing, buffers and trees only see columns that exist
+(`models.target_columns`).
 
 img_fc starts as [I | 0], so a drafter that was trained on text begins as it was.
 
 Over EAGLE-1 (the published form) c_i is the first layer's input itself: it bypasses fc. Over EAGLE-3, which nobody has
-published, g enters behind fc, at the fused feature: drafted features come back there, too, so every column meets g in
-one place and one scale, and fc stays free of it. c_i is the layer's embedding and its feature, each through the
-layer's own norm.
-
-Position specialists (`models.poss`) may stand on it. Each makes its own keys and values of the compressed tokens;
-adaptor and img_fc are shared.
+published, g enters behind fc, at the fused feature, where drafted features come back, too; c_i is the layer's embedding
+and its feature, each through the layer's own norm. Position specialists (`models.poss`) may stand on it.
 
 Deviations from the reference code: any number of pictures and rows, 0 compressed tokens, attention of the draft layer
 and norms as in the base (`models.eagle`, `models.eagle3`).
@@ -68,8 +64,6 @@ class VisionConfig(DrafterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.compressed_tokens < 0:
-            raise UserError(f"drafter.compressed_tokens: {self.compressed_tokens} must be at least 0")
         if self.hidden_size % self.num_attention_heads:
             raise UserError(
                 f"drafter.num_attention_heads: {self.num_attention_heads} heads cannot share the adaptor's width of "
@@ -102,10 +96,7 @@ class VispecPoss3Config(Vispec3Config, Poss3Config):
 
 
 class VisionAdaptor(nn.Module):
-    """Learned queries that attend over a picture's input embeddings; no norm, residual, MLP or positions.
-
-    Every head has keys and values of its own, whatever the draft layer's attention shares.
-    """
+    """Learned queries that attend over a picture's input embeddings; no norm, residual, MLP or positions."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()
@@ -117,12 +108,9 @@ class VisionAdaptor(nn.Module):
         self.o_proj = nn.Linear(size, size, bias=False)
 
     def forward(self, rows_NH: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """[pictures, Q + 1, H] vectors.
+        """[pictures, Q + 1, H] vectors of pictures with so many tokens each, one behind the other.
 
         One tensor, not one for each picture: ZeRO-3 counts a module's outputs, and ranks that count differently hang.
-
-        Args:
-            rows_NH: the pictures' input embeddings, one behind the other; lengths: tokens of each.
         """
         query_AQD = self.query.transpose(0, 1)
         keys, values = (
@@ -157,12 +145,8 @@ class VisionDrafter(FeatureDrafter):
         raise NotImplementedError
 
     def entry_in_context(self, feature: torch.Tensor, embedding: torch.Tensor, *context: torch.Tensor) -> torch.Tensor:
-        """The base's entry, behind img_fc.
-
-        Args:
-            embedding: or the compressed token.
-            context: [..., H] global vectors and [...] bool, which columns are compressed tokens; () without pictures.
-        """
+        """The base's entry, behind img_fc. `embedding` is a compressed token where `context` says so: [..., H] global
+        vectors and [...] bool, or () without pictures."""
         globals_, compressed = context if context else (torch.zeros_like(feature), None)
         feature = self.img_fc(torch.cat((feature, globals_.expand_as(feature)), dim=-1)).to(self.dtype)
         entered = self.entry(feature, embedding)

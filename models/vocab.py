@@ -28,11 +28,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from draftsmith.models.chat import FINGERPRINT_COVERS
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, quoted
 from draftsmith.recipes.files.atomic import atomic_path
 
-# Approximate sum of a blend's counts: exact in float64, and fine enough to tell frequencies 1e-15 apart.
-BLEND_SCALE = 1 << 53
+BLEND_SCALE = 1 << 53  # approximate sum of a blend's counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,20 +44,16 @@ class DraftVocab:
     def __post_init__(self) -> None:
         ids = self.target_ids
         if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) == 0:
-            raise ValueError(
-                f"target_ids must be a non-empty int64 vector, not {ids.dtype} of shape {tuple(ids.shape)}"
-            )
+            raise ValueError(f"target_ids must be a non-empty int64 vector, not {ids.dtype} of shape {ids.shape}")
         if not (ids[1:] > ids[:-1]).all() or ids[0] < 0 or ids[-1] >= self.target_vocab_size:
             raise ValueError(f"target_ids must ascend within 0 to {self.target_vocab_size - 1}")
 
     @property
     def size(self) -> int:
-        """D."""
         return len(self.target_ids)
 
     @property
     def is_full(self) -> bool:
-        """Whether the draft vocabulary is the target's."""
         return self.size == self.target_vocab_size
 
     @cached_property
@@ -87,11 +82,9 @@ class DraftVocab:
         return self._draft_ids[target_ids]
 
     def to(self, device: torch.device | str) -> "DraftVocab":
-        """The same mapping on another device."""
         return DraftVocab(self.target_ids.to(device), self.target_vocab_size)
 
     def same_as(self, other: "DraftVocab") -> bool:
-        """Whether both map the same draft ids to the same target ids, over equally large vocabularies."""
         return self.target_vocab_size == other.target_vocab_size and torch.equal(
             self.target_ids.cpu(), other.target_ids.cpu()
         )
@@ -105,34 +98,15 @@ class DraftVocab:
     def from_d2t(d2t: torch.Tensor, t2d: torch.Tensor, where: str = "draft vocabulary") -> "DraftVocab":
         """The vocabulary of EAGLE-3's pair: d2t [D], offsets of any integer type, and t2d [V] bool.
 
-        Args:
-            where: opens the error message.
-
-        Raises:
-            UserError: the two do not describe one mapping.
+        Raises UserError, which begins with `where`, if the two do not describe one mapping.
         """
-        for name, tensor in (("d2t", d2t), ("t2d", t2d)):
-            if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex():
-                raise UserError(
-                    f"{where}: {name} is {tensor.dtype} of shape {list(tensor.shape)}, not a vector of whole numbers"
-                )
-        size, marked = len(d2t), int(t2d.sum())
-        target_ids = d2t.long() + torch.arange(size, device=d2t.device)
-        if size == 0 or size != marked:
-            raise UserError(f"{where}: d2t has {size} draft tokens, t2d marks {marked} target tokens; they must agree")
-        lowest, highest = int(target_ids.min()), int(target_ids.max())
-        if lowest < 0 or highest >= len(t2d):
+        if d2t.dim() != 1 or t2d.dim() != 1 or d2t.is_floating_point():
+            raise UserError(f"{where}: d2t and t2d are not vectors of whole numbers and of truth values")
+        target_ids, marked = d2t.long() + torch.arange(len(d2t), device=d2t.device), t2d.nonzero().flatten()
+        if not len(marked) or not torch.equal(target_ids, marked):
             raise UserError(
-                f"{where}: d2t leads to target ids {lowest} to {highest}, t2d covers 0 to {len(t2d) - 1}; "
-                "d2t holds offsets (target = i + d2t[i]), not ids"
-            )
-        from_t2d = t2d.nonzero().flatten()
-        wrong = (target_ids != from_t2d).nonzero().flatten()
-        if len(wrong):
-            i = int(wrong[0])
-            raise UserError(
-                f"{where}: draft token {i} is target token {int(target_ids[i])} by d2t and {int(from_t2d[i])} by t2d "
-                f"({len(wrong)} of {size} differ)"
+                f"{where}: d2t and t2d name different tokens: {quoted(target_ids.tolist())} and "
+                f"{quoted(marked.tolist())}; d2t holds offsets (target = i + d2t[i]), not ids"
             )
         return DraftVocab(target_ids, len(t2d))
 
@@ -144,21 +118,22 @@ class DraftVocab:
     @staticmethod
     def load(path: str | Path) -> "DraftVocab":
         """Reads what `save` wrote. Raises UserError where the file is missing, unreadable or inconsistent."""
-        with open_tensors(path, "draft vocabulary; run `draftsmith rank-vocab` first") as file:
-            missing = {"d2t", "t2d"}.difference(file.keys())
-            if missing:
-                raise UserError(f"{path}: no {' and no '.join(sorted(missing))} in it; not a draft vocabulary")
-            return DraftVocab.from_d2t(file.get_tensor("d2t"), file.get_tensor("t2d").bool(), where=str(path))
+        tensors, _ = load_tensors(path, DRAFT_VOCAB)
+        if not {"d2t", "t2d"} <= tensors.keys():
+            raise UserError(f"{path}: no d2t or no t2d in it; not a draft vocabulary")
+        return DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"], where=str(path))
+
+
+DRAFT_VOCAB = "draft vocabulary; run `draftsmith rank-vocab` first"
 
 
 def load_metadata(path: str | Path) -> dict[str, str]:
     """A draft vocabulary's metadata: tokenizer_fingerprint, counted_tokens, covered_share."""
-    with open_tensors(path, "draft vocabulary; run `draftsmith rank-vocab` first") as file:
-        return file.metadata() or {}
+    return load_tensors(path, DRAFT_VOCAB)[1]
 
 
 def load_tensors(path: str | Path, what: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """All tensors and metadata of a safetensors file; `what` names it in the UserError for an unreadable one."""
+    """All tensors and metadata of a safetensors file; `what` is as `missing` of `open_tensors`."""
     with open_tensors(path, what) as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
@@ -184,8 +159,8 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
 
 
 def sort_metadata(path: Path) -> None:
-    """Sorts the metadata of a safetensors file, so that equal contents have equal digests: safetensors draws the order
-    anew each time."""
+    """Sorts the metadata of a safetensors file: safetensors draws their order anew, and equal contents should have
+    equal digests."""
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -205,15 +180,14 @@ def cut_vocab(
 ) -> DraftVocab:
     """The `size` most frequent tokens of a vocabulary; ties go to the lower id.
 
-    Tokens that were never counted tie, so the lowest ids fill up a size larger than what was counted: the size decides
-    the drafter's shape, and a BPE tokenizer numbers its merges by frequency. FR-Spec's script appends stop tokens to
-    the list; here they replace the rarest tokens, and `size` is exact.
+    So the lowest ids, which a BPE tokenizer gives to frequent merges, fill up a size larger than what was counted.
+    Deviation: FR-Spec's script appends stop tokens to the list; here they replace the rarest tokens.
 
     Args:
         vocab: the target's whole vocabulary, or, for decoding, the drafter's.
         counts: [V] occurrences of each target token.
-        must_have: target ids of `vocab` to include however rare they are (stop and template tokens). Others are
-            ignored: some configs name stop tokens beyond the target's embedding.
+        must_have: target ids to include however rare they are. Those that `vocab` lacks are ignored: some configs name
+            stop tokens beyond the target's embedding.
         key: of the recipe, for messages.
 
     Raises:
@@ -263,13 +237,11 @@ def covered_share(counts: torch.Tensor, vocab: DraftVocab) -> float:
 
 
 def blend(parts: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
-    """[V] int64: counts of several corpora as one ranking, independent of their sizes.
+    """[V] int64: counts of several corpora as one ranking, independent of their sizes. (FR-Spec ranks by one corpus.)
 
     The blended frequency of token t is sum_s w_s / W * c_s[t] / n_s, with counts c_s of sum n_s and weights w_s of
-    sum W. It is computed exactly, in fractions, and rounded once, to multiples of 1 / `BLEND_SCALE`: a more frequent
-    token never gets a smaller count, and a token that was seen never gets 0. A single corpus keeps its own counts.
-
-    FR-Spec (arXiv 2502.14856) ranks by one corpus; the blend is ours.
+    sum W, in exact fractions, rounded once to multiples of 1 / `BLEND_SCALE`. A token that was seen never gets 0. A
+    single corpus keeps its own counts.
 
     Args:
         parts: (counts [V], not all zero; weight above 0) of each corpus.
@@ -317,13 +289,11 @@ def save_token_counts(
     template_ids: Iterable[int] = (),
     corpora: Sequence[CorpusCounts] = (),
 ) -> None:
-    """Writes counts [V] and their origin as safetensors, atomically.
+    """Writes counts [V] of the tokenizer with this fingerprint as safetensors, atomically.
 
     Args:
-        fingerprint: `models.chat.tokenizer_fingerprint` of the tokenizer.
-        stop_ids: its stop tokens, part of every cut.
-        template_ids: further tokens of every cut: those that its chat template writes into answers. For foreign texts,
-            which lack control tokens, all of these.
+        stop_ids, template_ids: part of every cut. The latter are tokens that the chat template writes into answers;
+            for foreign texts, which lack control tokens, all of these.
         corpora: the corpora that `counts` were blended from, saved with their own counts.
     """
     metadata = {
@@ -346,51 +316,32 @@ def always_inside(metadata: Mapping[str, str]) -> set[int]:
 
 
 def load_token_counts(path: str | Path) -> tuple[torch.Tensor, dict[str, str]]:
-    """Counts [V] int64 and their metadata: tokenizer_fingerprint, counted_tokens, stop_ids (a JSON list).
-
-    The metadata may also hold template_ids (a JSON list) and corpora (`CorpusCounts.facts`). A blend has about
-    `BLEND_SCALE` counted_tokens.
+    """What `save_token_counts` wrote: counts [V] int64, and metadata.
 
     Raises:
-        UserError: no such file, or not a file of `save_token_counts`.
+        UserError: no such file, or another kind of file.
     """
     missing = "token counts; `draftsmith rank-vocab` writes <output_dir>/token_counts.safetensors"
-    with open_tensors(path, missing) as file:
-        if "counts" not in file.keys():  # noqa: SIM118 (safetensors' file is no dict)
-            raise UserError(f"{path}: no counts in it; not token counts as `draftsmith rank-vocab` writes them")
-        counts, metadata = file.get_tensor("counts"), file.metadata() or {}
-    if lacks := {"tokenizer_fingerprint", "counted_tokens", "stop_ids"} - metadata.keys():
-        raise UserError(
-            f"{path}: its metadata has no {' and no '.join(sorted(lacks))}; write it with `draftsmith rank-vocab` or "
-            "models.vocab.save_token_counts"
-        )
-    if counts.dtype != torch.int64 or counts.dim() != 1 or not counts.numel() or counts.min() < 0 or not counts.any():
-        raise UserError(
-            f"{path}: not an int64 vector of how often each token was seen ({counts.dtype} of shape "
-            f"{tuple(counts.shape)}, or values below 0, or zeros alone); run `draftsmith rank-vocab` again"
-        )
+    tensors, metadata = load_tensors(path, missing)
+    counts = tensors.get("counts", torch.empty(0))
+    named = {"tokenizer_fingerprint", "counted_tokens", "stop_ids"} <= metadata.keys()
+    if not named or counts.dtype != torch.int64 or counts.dim() != 1 or not counts.any() or counts.min() < 0:
+        raise UserError(f"{path}: these are no token counts; `draftsmith rank-vocab` writes them")
     return counts, metadata
 
 
 def cut_by_file(path: Path, fingerprint: str, vocab: DraftVocab, size: int, stops: Iterable[int]) -> DraftVocab:
-    """The cut of a drafter's vocabulary by the token counts in `path`, with stop and template tokens.
+    """The cut of a drafter's vocabulary by the token counts in `path`. Raises UserError as `counts_of` and `cut_vocab`.
 
     Args:
         fingerprint, stops: of the target's tokenizer.
-
-    Raises:
-        UserError: as `counts_of` and `cut_vocab`.
     """
     counts, metadata = counts_of(path, fingerprint)
     return cut_vocab(vocab, counts, size, always_inside(metadata).union(stops))
 
 
 def counts_of(path: Path, fingerprint: str) -> tuple[torch.Tensor, dict[str, str]]:
-    """`load_token_counts`, of the tokenizer with this fingerprint.
-
-    Raises:
-        UserError: as `load_token_counts`; or another tokenizer's tokens were counted.
-    """
+    """`load_token_counts`; another tokenizer's are a UserError, too."""
     counts, metadata = load_token_counts(path)
     counted_with = metadata["tokenizer_fingerprint"]
     if counted_with != fingerprint:

@@ -53,10 +53,8 @@ class Scripted:
         size = tables[0].vocab_size
         self.tables, self.calls = list(tables), 0
         self.vocab = DraftVocab(torch.arange(size) * 2 + 1, size * 2 + 2)
-        self.seen: list[Any] = []
 
-    def set_rows(self, kept: Sequence[int], new: int = 0) -> None:
-        self.seen.append(("rows", kept, new))
+    def set_rows(self, kept: Sequence[int], new: int = 0) -> None: ...
 
     def passes(self, levels: int) -> int:
         return levels
@@ -64,8 +62,7 @@ class Scripted:
     def rollback(self, lengths: Sequence[int]) -> None:
         raise AssertionError("nothing is rolled back here")
 
-    def observe(self, committed: Committed) -> None:
-        self.seen.append((committed.tokens, committed.features, committed.counts))
+    def observe(self, committed: Committed) -> None: ...
 
     def root_log_probs(self) -> torch.Tensor:
         self.slots: list[list[Nodes]] = [[()] for _ in self.tables]

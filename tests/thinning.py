@@ -47,8 +47,10 @@ MANY = 100  # examples
 
 
 def efforts(names: Iterable[str], *fast: str) -> list[Any]:
-    """(name, examples) of a test: few examples for those that are fast, and many for all, slow."""
-    return [*((name, 4) for name in fast), *(pytest.param(name, MANY, marks=pytest.mark.slow) for name in names)]
+    """(name, examples) of a test: few examples for those that are fast, more for all, slow, and many, exhaustive."""
+    marks = {15: (pytest.mark.slow,), MANY: EXHAUSTIVE}
+    more = [pytest.param(name, count, marks=marks[count]) for name in names for count in marks]
+    return [*((name, 4) for name in fast), *more]
 
 
 def effort(examples: int, steps: int = 10) -> settings:

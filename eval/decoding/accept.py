@@ -55,21 +55,11 @@ class Acceptance(Protocol):
 
     @property
     def lossless(self) -> bool:
-        """Whether answers are the target's own: its greedy tokens, or draws by its law.
-
-        Replay and the report rely on it.
-        """
+        """Whether answers are the target's own: its greedy tokens, or draws by its law."""
         ...
 
     def first(self, logits_BV: torch.Tensor, draws: Sequence[Draws] | None) -> torch.Tensor:
-        """[B] the first token of each answer, behind its prompt.
-
-        Args:
-            draws: the random numbers of each row.
-
-        Raises:
-            ValueError: it needs draws and has none.
-        """
+        """[B] the first token of each answer, behind its prompt. Raises ValueError if it needs draws and has none."""
         ...
 
     def accept(self, tree: DraftTree, logits_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
@@ -86,10 +76,13 @@ class GreedyAcceptance:
         return logits_BV.argmax(-1)
 
     def accept(self, tree: DraftTree, logits_BNV: torch.Tensor, draws: Sequence[Draws] = ()) -> Accepted:
-        """The longest path of the target's likeliest tokens in each tree."""
         best = logits_BNV.max(-1).indices  # [B, N]; argmax, but several times faster on a CPU
         if tree.is_chain:
-            return _accepted_chain(tree, tree.tokens[:, 1:] == best[:, :-1], best)
+            right = tree.tokens[:, 1:] == best[:, :-1]
+            if tree.real is not None:
+                right = right & tree.real[:, 1:]
+            length = 1 + right.cumprod(1).sum(1)
+            return Accepted(None, length, best.gather(1, length[:, None] - 1)[:, 0])
         last = deepest(tree, tree.tokens == best.gather(1, tree.parents.clamp(min=0)))
         return accepted_path(tree, last, best.gather(1, last[:, None])[:, 0])
 
@@ -107,7 +100,6 @@ class SampledAcceptance:
         return drawn_tokens(self.sampling.probabilities(logits_BV), draws)
 
     def accept(self, tree: DraftTree, logits_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
-        """A path and a bonus token drawn by the target's law. All nodes are tried at once."""
         p_BNV = self.sampling.probabilities(logits_BNV)
         if tree.nodes == 1:  # plain decoding: one random number a token
             return accepted_path(tree, torch.zeros_like(tree.tokens[:, 0]), drawn_tokens(p_BNV[:, 0], draws))
@@ -162,8 +154,7 @@ def _chances_of_siblings(
 
 
 def turns(tree: DraftTree) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """([M] rows, [M] nodes) of all first children, then of all second ones, ...: at most one child of a node at a
-    time. Waits for the device once, and again for each."""
+    """([M] rows, [M] nodes) of all first children, then of all second ones, ... Waits for the device each time."""
     rank = tree.earlier_siblings.sum(2)
     for turn in range(int(rank.max()) + 1):
         rows, nodes = (tree.drafted & (rank == turn)).nonzero(as_tuple=True)
@@ -171,7 +162,7 @@ def turns(tree: DraftTree) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def acceptance_of(sampling: Sampling) -> Acceptance:
-    """The lossless rule for this sampling; contenders use it unless they are given another (`Contender.rule`)."""
+    """The lossless rule for this sampling."""
     return GreedyAcceptance() if sampling.greedy else SampledAcceptance(sampling)
 
 
@@ -203,14 +194,6 @@ def deepest(tree: DraftTree, right: torch.Tensor) -> torch.Tensor:
     wrong[:, 0] = False
     path_right = ~(tree.ancestors & wrong[:, None]).any(2)
     return torch.where(path_right, tree.depths, -1).argmax(1)
-
-
-def _accepted_chain(tree: DraftTree, right: torch.Tensor, best: torch.Tensor) -> Accepted:
-    """`right`: [B, N - 1], without the root."""
-    if tree.real is not None:
-        right = right & tree.real[:, 1:]
-    length = 1 + right.cumprod(1).sum(1)
-    return Accepted(None, length, best.gather(1, length[:, None] - 1)[:, 0])
 
 
 def accepted_path(tree: DraftTree, last: torch.Tensor, bonus: torch.Tensor) -> Accepted:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.eval.decoding.accept import Acceptance
+from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation
 from draftsmith.eval.decoding.neighbours import check_neighbours, neighbours_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
@@ -21,10 +21,10 @@ from draftsmith.eval.decoding.proposers import (
     MIN_DRAFT_LENGTH,
     PLAIN,
     Contender,
-    check_sam,
     routed,
     router_name,
     rule_name,
+    sorted_corpus,
 )
 from draftsmith.models.c2t import check_made_for
 from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab
@@ -64,7 +64,7 @@ def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Conte
 
 
 def _kind_of(recipe: Recipe, directory: Path) -> str:
-    """The drafter's kind, in words. Takes the recipe's kind if the drafter is not trained yet or cannot be read."""
+    """The drafter's kind in words; the recipe's if the drafter is not trained yet or cannot be read."""
     try:
         return kind_text(read_drafter_config(directory)[0])
     except UserError:
@@ -79,20 +79,15 @@ def main_contender(recipe: Recipe, place: str = "eval.tree") -> Contender:
 
 
 def contenders_of(recipe: Recipe, compared: Sequence[Contender] = ()) -> list[Contender]:
-    """Contenders with names: the main one, those under eval.also, then `compared`.
-
-    Raises:
-        UserError: two have the same name.
-    """
+    """Contenders with names: the main one, those under eval.also, then `compared`. UserError: two share a name."""
     also = [contender_of(recipe, section, f"eval.also.{i}") for i, section in enumerate(recipe.eval.also)]
     return named([main_contender(recipe), *also, *compared])
 
 
-def describe(contender: Contender, sampling: Sampling = GREEDY) -> dict[str, Any]:
-    """The contender's entry in acceptance.json, for answers drawn by `sampling`.
+def describe(contender: Contender) -> dict[str, Any]:
+    """The contender's entry in acceptance.json.
 
     `nodes` and `draft_calls` are the most per round, `vocab_size` is the requested one (null: the drafter's own).
-    `lossless` is what its acceptance rule promises.
     """
     tree = contender.tree
     shape: dict[str, Any] = {"policy": tree.policy, "vocab_size": tree.vocab_size}
@@ -107,7 +102,7 @@ def describe(contender: Contender, sampling: Sampling = GREEDY) -> dict[str, Any
         "proposer": contender.proposer,
         "drafter": contender.model,
         "tree": shape,
-        "lossless": contender.lossless(sampling),
+        "lossless": contender.relaxed is None,
     }
     if contender.proposer == "sam":
         described["sam"] = contender.sam.model_dump()
@@ -126,22 +121,13 @@ def describe(contender: Contender, sampling: Sampling = GREEDY) -> dict[str, Any
     return described
 
 
-def _node_limit(tree: TreeSection) -> int | None:
-    """None for C2T without a limit: its classifier ends most trees."""
-    return None if tree.policy == "c2t" and tree.nodes is None and tree.c2t.beam is None else tree.most
-
-
 # Names.
 
 
 def named(contenders: Sequence[Contender]) -> list[Contender]:
-    """The same contenders, each with a name: the given one, or what drafts and its tree.
-
-    Raises:
-        UserError: two have the same name.
-    """
+    """Each with a name: the given one, or what drafts and its tree. Raises UserError where two have the same."""
     result = [replace(contender, name=contender.name or _default_name(contender)) for contender in contenders]
-    places = {PLAIN: ["plain decoding"]}
+    places = {PLAIN: [PLAIN]}
     for contender in result:
         places.setdefault(contender.name, []).append(contender.place)
     problems = [
@@ -170,7 +156,7 @@ def drafter_identity(contender: Contender, vocab: DraftVocab) -> dict[str, Any]:
     """What is known, before weights are loaded, of the drafter whose nodes a C2T classifier judges.
 
     Args:
-        vocab: from `vocab_of`. A cut of it changes every probability.
+        vocab: its vocabulary, of which a cut changes every probability.
     """
     cut, weights = None, None
     if contender.tree.vocab_size is not None:
@@ -188,12 +174,7 @@ def _digest(path: Path, changed: int) -> str:
 
 
 def vocab_of(contender: Contender, target: TargetFiles) -> DraftVocab:
-    """The contender's draft vocabulary.
-
-    Raises:
-        UserError: no such drafter or counts, counts of another tokenizer, no such cut, or a vocabulary without the
-            ranks of a static tree.
-    """
+    """The contender's draft vocabulary. Raises UserError if it cannot be had, or lacks the ranks of a static tree."""
     vocab, tree = DraftVocab.full(target.text_config.vocab_size), contender.tree
     if contender.drafter is not None:
         vocab = read_drafter_vocab(contender.drafter, read_drafter_config(contender.drafter)[0])
@@ -207,23 +188,11 @@ def vocab_of(contender: Contender, target: TargetFiles) -> DraftVocab:
     return vocab
 
 
-def fill_of(contender: Contender, cut: DraftVocab, target: TargetFiles) -> str | None:
-    """`fill_text` of a contender's cut; None also where its tree cuts nothing."""
-    if contender.tree.vocab_size is None or contender.token_counts is None:
-        return None
-    counts, metadata = load_token_counts(contender.token_counts)
-    return fill_text(cut, counts, always_inside(metadata).union(target.stop_ids))
-
-
 def check_contenders(recipe: Recipe, files: TargetFiles, contenders: Sequence[Contender], plan: bool = False) -> None:
-    """Checks all contenders before weights are loaded and reports all problems at once. Prints notes on their cuts.
+    """Checks all contenders before weights are loaded; one UserError has all problems. Prints notes on their cuts.
 
     Args:
         plan: the recipe's own drafter may be missing, because a plan may come before the training; so may foreign ones.
-
-    Raises:
-        UserError: a drafter, classifier, draft model or file of token counts is missing, unreadable or
-            another target's; a cut exceeds a drafter's vocabulary; a tree exceeds the target's positions.
     """
     sampling = Sampling.of(recipe.eval)
     places: dict[str, list[str]] = {}  # of each problem, in order
@@ -259,7 +228,7 @@ def check_contenders(recipe: Recipe, files: TargetFiles, contenders: Sequence[Co
             quantized = TargetFiles(recipe.target.quantized(contender.quantization))
             collect("eval.quantization", quantized.check_precision)
         if contender.router is not None:
-            collect("eval.router.static", check_sam, files, contender.router)
+            collect("eval.router.static", sorted_corpus, files, contender.router)
         if contender.relaxed is not None:
             collect("eval.acceptance.neighbours", check_neighbours, contender.relaxed, files)
         has_vocab = contender.has_distributions or contender.proposer == "hierarchy"
@@ -268,8 +237,10 @@ def check_contenders(recipe: Recipe, files: TargetFiles, contenders: Sequence[Co
             if tree.policy == "c2t":
                 identity = drafter_identity(contender, vocab)
                 collect("eval.tree.c2t.classifier", check_made_for, tree.c2t.classifier, identity)
-            if fill := fill_of(contender, vocab, files):
-                notes[f"note: eval.tree.vocab_size: {fill}"] = None
+            if tree.vocab_size is not None and contender.token_counts is not None:
+                counts, metadata = load_token_counts(contender.token_counts)
+                if fill := fill_text(vocab, counts, always_inside(metadata).union(files.stop_ids)):
+                    notes[f"note: eval.tree.vocab_size: {fill}"] = None
     if places:
         raise UserError([_placed(problem, where) for problem, where in places.items()])
     for note in notes:
@@ -297,11 +268,11 @@ def _placed(problem: str, places: Sequence[str]) -> str:
 
 def check_size(tree: TreeSection, positions: int) -> None:
     """Raises UserError if a tree exceeds the whole context. Decoding prunes trees near the context's end."""
-    most, calls = _node_limit(tree), tree.calls
-    if calls >= positions or (most or 0) > positions:
+    unlimited = tree.policy == "c2t" and tree.nodes is None and tree.c2t.beam is None  # the classifier ends most trees
+    if tree.calls >= positions or (not unlimited and tree.most > positions):
         raise UserError(
-            f"eval.tree: {f'{most:,} nodes, ' if most else ''}{calls:,} draft calls deep, in a target of "
-            f"{positions:,} positions; set nodes and draft_calls to less"
+            f"eval.tree: {tree.most:,} nodes, {tree.calls:,} draft calls deep, in a target of {positions:,} positions; "
+            "set nodes and draft_calls to less"
         )
 
 
@@ -311,8 +282,7 @@ def check_size(tree: TreeSection, positions: int) -> None:
 def loaded_proposer(models: LoadedModels, contender: Contender, sampling: Sampling = GREEDY) -> Proposer:
     """A fresh proposer for answers drawn by `sampling`. Policy `auto` must be resolved before.
 
-    Raises:
-        UserError: one of its models or files is missing, or was made for another target.
+    Raises UserError if one of its models or files is missing, or was made for another target.
     """
     if contender.quantization is not None:
         own = models.in_precision(contender.quantization)
@@ -332,13 +302,10 @@ def rule_of(models: LoadedModels, contender: Contender, sampling: Sampling, kept
 
     Args:
         kept_in: folder where LANTERN's table of neighbours is looked for and kept; None: it is computed.
-
-    Raises:
-        UserError: no such codebook.
     """
     section = contender.relaxed
     if section is None:
-        return contender.rule(sampling)
+        return acceptance_of(sampling)
     key = section.neighbours, section.k
     if key not in models.neighbours:
         models.neighbours[key] = neighbours_of(models.target, section, kept_in)

@@ -9,10 +9,8 @@
 
 Plain decoding is the same loop with a root alone. Accepted positions always reach the drafter with the target's own
 states, never with drafted ones. New prompts take the rows of answers that ended (`decode_stream`). A round waits for
-the device once, for its tokens. Stopping tests (`eval.decoding.policies`), drawn and padded trees when sampling,
-relaxed acceptance and SAM beside a drafter wait for more, and a causal LM reads its drafted tokens on the host.
-
-A `Verifier` is the target (`TargetVerifier`) or a recorded answer (`eval.replay.replay`).
+the device once, for its tokens; only stopping tests, sampling from trees, relaxed acceptance, SAM beside a drafter and
+causal LMs wait for more.
 """
 
 import itertools
@@ -22,11 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.eval.decoding.accept import Acceptance, GreedyAcceptance
-from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree, Proposer
+from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
 from draftsmith.models.families import usable_positions
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import Draws
@@ -75,44 +72,36 @@ class Generation:
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of verified trees, on the host."""
+    """What is accepted of verified trees, on the host."""
 
     new_tokens: list[list[int]]  # of each row: the accepted drafted tokens and the bonus
     nodes: list[int]  # of each row's tree
     moved: list[list[float]] | None = None  # of each new token, by a relaxed rule (`Accepted.moved`)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Round(Verified):
     """One round of all rows."""
 
-    calls: list[int]  # draft calls of each row
-    tried: Sequence[int] | None  # depth to which each row's tree was drafted; None: as deep as it is long
-    widest: int  # nodes that each row's tree was padded to
-    marks: "list[Mark]"  # when drafting, verifying and accepting began; plain decoding's drafting takes no time
-    sources: Sequence[DraftedBy] | None = None  # of each row's tree
+    tree: DraftTree = field(kw_only=True)
+    calls: list[int] = field(kw_only=True)  # draft calls of each row
+    # When drafting, verifying and accepting began; plain decoding's drafting takes no time.
+    marks: "list[Mark]" = field(kw_only=True)
 
 
 class Verifier(Protocol):
-    """Decides which drafted tokens are the target's, and hands the target's states to the proposer."""
+    """Decides which drafted tokens are the target's, and hands the target's states to the proposer: the target
+    (`TargetVerifier`) or a recorded answer (`eval.replay.replay`)."""
 
     device: torch.device
     positions: int  # of the target
 
     def prefill(self, prompts: Sequence[Sequence[int]], draws: Sequence[Draws] | None = None) -> list[int]:
-        """Appends a row for each prompt and returns the first token of each answer.
-
-        Args:
-            draws: the random numbers of each row; needed if the target samples.
-        """
+        """Appends a row for each prompt and returns the first token of each answer. `draws`: each row's."""
         ...
 
     def committed(self, tokens: Sequence[Sequence[int]]) -> Committed:
-        """The tokens and states that were read or committed since the last round, for the proposer.
-
-        Args:
-            tokens: all tokens of each row, the unread root last.
-        """
+        """What was read or committed since the last round. `tokens`: all of each row, the unread root last."""
         ...
 
     def limits(self) -> list[int]:
@@ -134,8 +123,7 @@ class TargetVerifier:
     """Verifies with the target model. A decoder can be a proposer: `run_round`, then `rollback` and `read`.
 
     Args:
-        proposer: its `capture_layers` are captured; None: no layers.
-        acceptance: decides which drafted tokens are kept.
+        proposer: whose `capture_layers` are captured.
         prefill_tokens: as `TargetSession.prefill` takes `at_once`.
     """
 
@@ -161,8 +149,7 @@ class TargetVerifier:
         logits_BV, features = self.session.prefill(prompts, at_once=self.prefill_tokens)
         first = self.acceptance.first(logits_BV, draws).tolist()
         if self.counts and self.features is not None and features is not None:
-            most = max(self.features.shape[1], features.shape[1])
-            features = torch.cat([functional.pad(s, (0, 0, 0, most - s.shape[1])) for s in (self.features, features)])
+            features = pad_sequence([*self.features, *features], batch_first=True)
         self.features = features
         self.prompts += map(Prompt.of, prompts)
         self.counts = [*self.counts, *map(len, prompts)]
@@ -200,22 +187,17 @@ class TargetVerifier:
             None if accepted.moved is None else accepted.moved.tolist(),
         )
 
-    def rollback(self, lengths: Sequence[int], proposer: Proposer | None) -> None:
-        """Keeps the first lengths[b] tokens that were read of each row, between rounds.
-
-        Before the next round, `read` must bring every row at least one token: the one behind those kept.
-
-        Args:
-            proposer: of the rounds before. It is rolled back, too, as far as it has observed more.
+    def rollback(self, lengths: Sequence[int]) -> list[int]:
+        """Keeps the first lengths[b] tokens that were read of each row. Returns how many the proposer has observed of
+        these. Before the next round, `read` must bring every row at least one token: the one behind those kept.
 
         Raises:
             ValueError: a row has fewer tokens, or there are more or fewer rows.
         """
         observed = [length - count for length, count in zip(self.session.lengths, self.counts, strict=True)]
         self.session.rollback(lengths)
-        if proposer is not None:
-            proposer.rollback([min(pair) for pair in zip(lengths, observed, strict=True)])
         self.counts = [max(0, length - seen) for length, seen in zip(lengths, observed, strict=True)]
+        return [min(pair) for pair in zip(lengths, observed, strict=True)]
 
     def read(self, tokens: Sequence[Sequence[int]]) -> None:
         """Reads tokens behind each row's, between rounds; the next round hands their states to the proposer."""
@@ -250,19 +232,18 @@ def run_round(
         proposer: None: plain decoding.
         texts: all tokens of each row, the unread root last.
     """
-    began, sources, tried = mark(), None, None
+    began = mark()
     if proposer is None:
         tree, calls = DraftTree.root_only([tokens[-1] for tokens in texts], verifier.device), [0] * len(texts)
     else:
         proposer.observe(verifier.committed(texts))
         tree, calls = proposer.propose()
-        sources, tried, tree = tree.sources, tree.tried, tree.pruned(verifier.limits())
+        tree = tree.pruned(verifier.limits())
     drafted = mark()
     verifier.verify(tree)
     verified = mark()
-    done = verifier.accept(tree)
     marks = [drafted if proposer is None else began, drafted, verified]
-    return Round(**vars(done), calls=calls, tried=tried, widest=tree.nodes, marks=marks, sources=sources)
+    return Round(**vars(verifier.accept(tree)), tree=tree, calls=calls, marks=marks)
 
 
 def decode(
@@ -274,30 +255,19 @@ def decode(
     draws: Sequence[Draws] | None = None,
     watch: "Watch | None" = None,
 ) -> list[Generation]:
-    """One answer to each prompt, all decoded side by side.
+    """One answer to each prompt, all decoded side by side. Arguments and errors are those of `decode_stream`.
 
     With a greedy `TargetVerifier` the tokens are those of plain greedy decoding, whatever the proposer drafts: exactly
     in float32; in lower precision as far as the target's forward over several tokens rounds like the one over a single
     token. Sampled tokens have the law of plain sampling; the tokens drawn depend on `draws` and on the drafts.
 
     Args:
-        proposer: None: plain decoding.
         max_new_tokens: one number for all answers, or one for each.
         draws: the random numbers of each answer; needed if the acceptance samples.
-        watch: as in `decode_stream`.
-
-    Raises:
-        ValueError: as `decode_stream`, or no prompts.
     """
     budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    if not prompts:
-        raise ValueError("decoding needs prompts")
-    if draws is not None and len(draws) != len(prompts):
-        raise ValueError(f"{len(draws)} sets of draws for {len(prompts)} prompts")
-    requests = [
-        Request(i, prompt, budget, None if draws is None else draws[i])
-        for i, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
-    ]
+    each = zip(prompts, budgets, draws or [None] * len(prompts), strict=True)
+    requests = [Request(i, *request) for i, request in enumerate(each)]
     answers = dict(decode_stream(verifier, proposer, iter(requests), stop_ids, len(requests), watch))
     return [answers[request.key] for request in requests]
 
@@ -325,15 +295,14 @@ class _Row:
         return tokens[-1] in stop_ids or len(tokens) >= self.request.max_new_tokens
 
     def take(self, done: Round, row: int, stop_ids: Collection[int]) -> None:
-        """Appends what the round gave to this row."""
         answer, new_tokens = self.answer, done.new_tokens[row]
         self.committed.extend(new_tokens)
         kept = count_kept(new_tokens, stop_ids, self.request.max_new_tokens - len(answer.token_ids))
         answer.token_ids.extend(new_tokens[:kept])
         accepted = min(kept, len(new_tokens) - 1)
         answer.accepted_per_round.append(accepted)
-        if done.sources is not None:
-            source = done.sources[row]
+        if done.tree.sources is not None:
+            source = done.tree.sources[row]
             answer.inner_accepted += source.inner_accepted
             if source.source:
                 answer.drafted_by.append(source.credited(new_tokens[:accepted]))
@@ -343,7 +312,7 @@ class _Row:
         answer.tree_nodes.append(done.nodes[row])
         answer.draft_calls.append(done.calls[row])
         longest = done.nodes[row] - 1
-        answer.tried.append(longest if done.tried is None else min(longest, done.tried[row]))
+        answer.tried.append(longest if done.tree.tried is None else min(longest, done.tree.tried[row]))
 
 
 def decode_stream(
@@ -359,8 +328,9 @@ def decode_stream(
     A small model on a CPU is a tenth faster if the caller is in `torch.inference_mode()`.
 
     Args:
+        proposer: None: plain decoding.
         requests: None means "nothing now, ask again after an answer", for prompts that contain answers.
-        watch: called after each round with its nodes, its draft calls and its marks.
+        watch: called after each round.
 
     Yields:
         (key, answer), each as it ends.
@@ -395,7 +365,7 @@ def decode_stream(
         before, ended = ended, clock.mark()
         rounds.append((live, [before, *done.marks, ended]))
         if watch is not None:
-            watch(done.widest, max(done.calls), rounds[-1][1])
+            watch(done.tree.nodes, max(done.calls), rounds[-1][1])
         kept = _compacted([not row.ended(stop_ids) for row in live])
         if len(kept) < len(live):
             _charge(clock, rounds)
@@ -408,7 +378,7 @@ def decode_stream(
 
 
 def _taken(waiting: Iterator[Request | None], most: int) -> tuple[list[Request], bool]:
-    """(the next requests, whether they are exhausted). Fewer than `most` if None says "not now"."""
+    """(the next requests, whether they are exhausted); fewer than `most` after a None."""
     new: list[Request] = []
     while len(new) < most:
         one = next(waiting, _END)
@@ -488,15 +458,12 @@ def count_kept(new_tokens: Sequence[int], stop_ids: Collection[int], budget: int
 
 Mark = float | torch.Event
 # Nodes of the largest tree, most draft calls, and five marks: when the round before ended, when drafting, verifying and
-# accepting began, and when the round ended. (Plain decoding's drafting takes no time.)
+# accepting began, and when the round ended.
 Watch = Callable[[int, int, Sequence[Mark]], object]
 
 
 class Clock:
-    """Time marks, and the seconds between them.
-
-    On an accelerator a mark is an event in its queue, so the host does not wait.
-    """
+    """Time marks, and the seconds between them. An accelerator's are events in its queue: the host does not wait."""
 
     def __init__(self, device: torch.device):
         self.device = device

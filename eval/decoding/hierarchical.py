@@ -1,9 +1,8 @@
 """The hierarchy of SpecMQuant (arXiv 2505.22179, section 5): a drafter drafts for a small model, which drafts for the
 target.
 
-A tree of many nodes is dear to verify where the target's weights are quantised (docs/decoding.md). So a small or more
-strongly quantised model with a drafter of its own decodes a few rounds, and the target verifies their tokens alone, as
-one chain:
+A tree of many nodes is dear to verify where the target's weights are quantised. So a small or more strongly quantised
+model with a drafter of its own decodes a few rounds, and the target verifies their tokens, as one chain:
 
     text                   p p p p r               r the root, unread
     inner round 1                    a b           the small model accepts a of the drafter's tree; b is its own
@@ -12,24 +11,22 @@ one chain:
     text                   p p p p r a b x         the small model keeps p p p p r a b, and has nothing to read
 
 The chain has at least L tokens (`min_draft_length`) and at most L + R, where R is the most draft calls of an inner
-round, because a round that begins with L - 1 adds at most R + 1. It depends on the text alone, so acceptance takes it
-as ranked (q = 1), and every rule that is lossless with drafts chosen by rank is lossless here.
-
-Deviations from the authors' code: batches; sampling; all inner rounds go through the loop (`run_round`), so the drafter
-may grow trees by any policy.
+round, because a round that begins with L - 1 adds at most R + 1. It depends on the text alone, so to acceptance it is
+chosen by rank (q = 1). Deviations from the authors' code: batches, sampling, any policy for the drafter's trees.
 
 Shapes: B rows, n positions, F captured states.
 """
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.eval.decoding.decode import TargetVerifier, run_round
-from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree, Proposer
+from draftsmith.eval.decoding.policies import PolicyProposer
+from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree
 from draftsmith.models.prompt import Prompt
+from draftsmith.models.sam import common_length
 from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
 
@@ -40,13 +37,12 @@ class HierarchicalProposer:
     Args:
         small: shares the target's vocabulary and has as many positions or more.
         inner: drafts for the small model.
-        min_draft_length: tokens at which a chain ends (L). Chains are shorter only where the small model's positions
-            end.
+        min_draft_length: L; chains are shorter only where the small model's positions end.
     """
 
     capture_layers: tuple[int, ...] = ()
 
-    def __init__(self, small: Target, inner: Proposer, min_draft_length: int):
+    def __init__(self, small: Target, inner: PolicyProposer, min_draft_length: int):
         self.small, self.inner, self.min_draft_length = small, inner, min_draft_length
         self.verifier = TargetVerifier(small, inner)
         self.texts: list[list[int]] = []  # what the small model and its proposer hold, the unread root last
@@ -55,7 +51,6 @@ class HierarchicalProposer:
         self.states: list[list[torch.Tensor]] | None = None
 
     def set_rows(self, kept: Sequence[int], new: int = 0, draws: Sequence[Draws] | None = None) -> None:
-        """`observe` reads new rows."""
         if kept:
             self.verifier.keep(kept)
         else:  # frees the small model's cache
@@ -65,11 +60,6 @@ class HierarchicalProposer:
         if self.states is not None:
             self.begun = [self.begun[row] for row in kept]
             self.states = [self.states[row] for row in kept]
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        self.verifier.rollback(lengths, self.inner)
-        self.texts = [text[: length + 1] for text, length in zip(self.texts, lengths, strict=True)]
-        self.states = None
 
     def observe(self, committed: Committed) -> None:
         texts, known = [list(tokens) for tokens in committed.tokens], len(self.texts)
@@ -92,8 +82,9 @@ class HierarchicalProposer:
             self._resume([len(text) - 1 for text in texts])
             return
         # The token behind those kept is right, too, and every row has one token or more to read.
-        self.rollback([min(most - 1, len(text) - 2) for most, text in zip(shared, texts, strict=True)])
-        self.verifier.read([new[len(old) - 1 : -1] for old, new in zip(self.texts, texts, strict=True)])
+        lengths = [min(most - 1, len(text) - 2) for most, text in zip(shared, texts, strict=True)]
+        self.inner.rollback(self.verifier.rollback(lengths))
+        self.verifier.read([text[length:-1] for text, length in zip(texts, lengths, strict=True)])
 
     def _resume(self, lengths: Sequence[int]) -> None:
         """Keeps the first lengths[b] tokens, and hands the proposer the states of those that it has not observed or
@@ -146,8 +137,3 @@ class HierarchicalProposer:
         tree = DraftTree.chains(chains, verifier.device)
         tree.sources = [DraftedBy("", inner_accepted=tuple(counts)) for counts in accepted]
         return tree, calls
-
-
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common beginning."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

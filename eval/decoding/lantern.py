@@ -34,9 +34,10 @@ Shapes: B trees, N nodes, V tokens, k neighbours, A = depth of the deepest node 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.nn import functional
 
 from draftsmith.eval.decoding.accept import (
     Accepted,
@@ -60,8 +61,8 @@ class Relaxation:
 
     Args:
         neighbours_Vk: tokens by distance, nearest first; -1 behind the last of each.
-        delta: LANTERN's bound of the total variation of a token, in [0, 1]. 0: nothing is moved.
-        factor: LANTERN++'s lambda, 1 or more. 1: nothing is moved.
+        delta: LANTERN's bound of the total variation of a token, in [0, 1].
+        factor: LANTERN++'s lambda, 1 or more.
     """
 
     neighbours_Vk: torch.Tensor
@@ -69,11 +70,7 @@ class Relaxation:
     factor: float | None = None
 
     def budgets(self, p_M: torch.Tensor, spent_M: torch.Tensor | float = 0.0) -> torch.Tensor:
-        """[M] mass that may be moved onto tokens of probability p_M.
-
-        Args:
-            spent_M: mass that was moved onto earlier siblings.
-        """
+        """[M] mass that may be moved onto tokens of probability p_M, after `spent_M` onto earlier siblings."""
         if self.delta is not None:
             return torch.as_tensor(self.delta - spent_M, device=p_M.device).expand_as(p_M)
         assert self.factor is not None
@@ -82,21 +79,13 @@ class Relaxation:
     def borrowed(
         self, mass_Mk: torch.Tensor, known_Mk: torch.Tensor, budgets_M: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """([M] p(A), [M, k] which neighbours are A).
-
-        Args:
-            mass_Mk: the neighbours' probabilities; known_Mk: which neighbours there are.
-        """
+        """([M] p(A), [M, k] which neighbours are A), of all neighbours' probabilities and which of them there are."""
         within = known_Mk & (mass_Mk.cumsum(-1) <= budgets_M[:, None])
         return (mass_Mk * within).sum(-1), within
 
 
 class LanternAcceptance:
-    """Tokens that are, up to a relaxation, of the target's law.
-
-    Args:
-        sampling: of the answers; greedy ones are the target's likeliest tokens or accepted in their place.
-    """
+    """Tokens that are, up to a relaxation, of the target's law, or its likeliest ones."""
 
     lossless = False
 
@@ -122,8 +111,7 @@ class LanternAcceptance:
         # If only rounding allowed a rejection, no mass is left.
         rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BNV[each, last])
         accepted = accepted_path(tree, last, drawn_tokens(rest_BV, draws))
-        moved_BA = moved_BN.gather(1, _path(tree, accepted))
-        return Accepted(accepted.path, accepted.length, accepted.bonus, moved_BA)
+        return replace(accepted, moved=moved_BN.gather(1, _path(tree, accepted)))
 
     def _near(self, tokens: torch.Tensor, first: int = 0, end: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """([..., k] neighbours first to end of tokens [...], 0 where there is none; [..., k] where there is one)."""
@@ -149,8 +137,7 @@ class LanternAcceptance:
         path = _path(tree, accepted)
         decided = moved.gather(1, path)[:, 1:]
         within = torch.arange(decided.shape[1], device=decided.device) < accepted.length[:, None] - 1
-        moved_BA = torch.nn.functional.pad(decided * within, (0, 1))
-        return Accepted(accepted.path, accepted.length, accepted.bonus, moved_BA)
+        return replace(accepted, moved=functional.pad(decided * within, (0, 1)))
 
     def _by_rank(self, tree: DraftTree, p_BNV: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """([B, N] chance of each node once its earlier siblings are rejected, [B, N, V] what the law behind each node
@@ -223,10 +210,7 @@ class LanternAcceptance:
     def _borrowed(
         self, at_m2: torch.Tensor, p_MV: torch.Tensor, wanted_m: torch.Tensor, spent_m: torch.Tensor
     ) -> torch.Tensor:
-        """[m] p(A) of tokens at (row, token), or as much of it as lifts them to `wanted_m`.
-
-        A few neighbours at a time: most tokens want no more.
-        """
+        """[m] p(A) of tokens at (row, token), or as much of it as lifts them to `wanted_m`."""
         own_m = p_MV[tuple(at_m2.T)]
         budgets_m, borrowed_m = self.relaxation.budgets(own_m, spent_m), torch.zeros_like(own_m)
         still = torch.arange(len(at_m2), device=at_m2.device)  # which may take more

@@ -10,12 +10,13 @@ import hashlib
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from draftsmith.models.image_tokens import ImageTokens, code_tokens, writes_images
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.vocab import load_tensors
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
@@ -25,24 +26,18 @@ DISTANCES_AT_ONCE = 2**26  # 256 MB
 
 
 def check_neighbours(section: AcceptanceSection, target: TargetFiles) -> None:
-    """Checks LANTERN's source of neighbours before weights are loaded.
-
-    Raises:
-        UserError: the target has no codebook, or the file is none of its vocabulary.
-    """
-    config = target.config
-    if section.neighbours == "embedding":
-        return
+    """Raises UserError, before weights are loaded, if the target has no codebook, or the file is not of its
+    vocabulary."""
     if section.neighbours == "codebook":
-        if not writes_images(config):
+        if not writes_images(target.config):
             raise UserError(
                 f"eval.acceptance.neighbours: {target.section.model} has no codebook of its own: it writes text, or "
                 "codes of a model that is not in its checkpoint. Name a safetensors file with codebook and token_ids, "
                 "or embedding"
             )
-        code_tokens(config)
-        return
-    read_codebook(Path(section.neighbours), target.text_config.vocab_size)
+        code_tokens(target.config)
+    elif section.neighbours != "embedding":
+        read_codebook(Path(section.neighbours), target.text_config.vocab_size)
 
 
 def warning(section: AcceptanceSection, target: TargetFiles) -> str | None:
@@ -56,36 +51,21 @@ def warning(section: AcceptanceSection, target: TargetFiles) -> str | None:
 
 
 def read_codebook(path: Path, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """([C, d] vectors, [C] their tokens) of a file.
-
-    Raises:
-        UserError: no such file, or none for a target with `vocab_size` tokens.
-    """
+    """([C, d] vectors, [C] their tokens) of a file for a target with `vocab_size` tokens, or UserError."""
     where = f"eval.acceptance.neighbours: {path}"
     if not path.is_file():
         raise UserError(f"{where} is no file; write codebook, embedding, or the path of a safetensors file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            missing = {"codebook", "token_ids"} - set(file.keys())
-            if missing:
-                raise UserError(f"{where} has no tensor {min(missing)}; it needs codebook [C, d] and token_ids [C]")
-            codebook, ids = file.get_tensor("codebook"), file.get_tensor("token_ids")
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{where} cannot be read as safetensors: {error}") from None
-    if codebook.dim() != 2 or not codebook.numel() or ids.shape != codebook.shape[:1]:
-        shapes = f"codebook {list(codebook.shape)} and token_ids {list(ids.shape)}"
-        raise UserError(f"{where}: {shapes} are not [C, d] and [C]")
-    if not codebook.is_floating_point() or not codebook.isfinite().all():
-        raise UserError(f"{where}: codebook has entries that are no finite floating-point numbers")
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise UserError(f"{where}: token_ids are of type {str(ids.dtype).removeprefix('torch.')}, not whole numbers")
+    tensors, _ = load_tensors(path, "codebook")
+    codebook, ids = (tensors.get(name, torch.empty(0)) for name in ("codebook", "token_ids"))
+    if codebook.dim() != 2 or ids.shape != codebook.shape[:1] or not codebook.isfinite().all():
+        raise UserError(f"{where} needs codebook [C, d], finite numbers, and token_ids [C]")
+    if ids.is_floating_point() or len(ids) < 2 or len(ids.unique()) < len(ids):
+        raise UserError(f"{where}: token_ids are not two or more different whole numbers")
     ids = ids.long()  # torch computes little with unsigned ones
-    if len(ids) < 2 or len(ids.unique()) < len(ids) or int(ids.min()) < 0:
-        raise UserError(f"{where}: token_ids are not two or more different tokens")
-    if int(ids.max()) >= vocab_size:
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise UserError(
-            f"{where}: a codebook for tokens up to {int(ids.max()):,}, but the target has {vocab_size:,}; it is "
-            "another model's"
+            f"{where}: a codebook for tokens {int(ids.min()):,} to {int(ids.max()):,}, but the target has "
+            f"{vocab_size:,}; it is another model's"
         )
     return codebook.float(), ids
 
@@ -95,9 +75,6 @@ def neighbours_of(target: Target, section: AcceptanceSection, kept_in: Path | No
 
     Args:
         kept_in: folder of tables; None: nothing is read or kept.
-
-    Raises:
-        UserError: as `check_neighbours`.
     """
     images = ImageTokens.of(target.model)
     if section.neighbours == "embedding":

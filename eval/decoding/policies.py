@@ -1,7 +1,8 @@
 """How draft trees grow: policies over any `models.draft_tree.Drafting`, for B answers side by side.
 
-A policy asks the drafter for log-probabilities and decides which nodes to expand, which to keep and when to stop. The
-first draft call reads the newly committed tokens and drafts the root's children.
+A policy grows trees below B roots, target token ids on the drafter's device: it asks the drafter for log-probabilities
+and decides which nodes to expand, which to keep and when to stop. The first draft call reads the newly committed tokens
+and drafts the root's children. Policies that sample take the random numbers of each row.
 
     Chain       one token after the other; with `Svip` until a token is uncertain
     StaticTree  the same ranks every round
@@ -9,11 +10,10 @@ first draft call reads the newly committed tokens and drafts the root's children
     C2T         nodes that a classifier expects to be accepted
 
 A node's value is the logarithm of the product of draft probabilities along its path (temperature 1, over the draft
-vocabulary). A child's value never exceeds its parent's. When the final nodes are chosen, ties go to the earlier one,
-which is never the deeper one, so they are always connected. A NaN counts as the lowest value.
+vocabulary). When the final nodes are chosen, ties go to the earlier one, which is never the deeper one, so they are
+always connected. A NaN counts as the lowest value.
 
-A batch grows until its last row stops. Tokens drafted after a row's own stop are never verified, so each row gets the
-tree and the number of calls that it would get alone. Only the stopping tests wait for the device, once each.
+A batch grows until its last row stops, but each row gets the tree and the number of calls that it would get alone.
 
 Shapes: B rows, b nodes that are expanded in one call, K children of each, T drafted nodes of all calls, S slots,
 N nodes of the final trees, Vd draft vocabulary, V target vocabulary.
@@ -23,67 +23,47 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch.nn import functional
 
-from draftsmith.eval.decoding.stopping import Calls, Ddd, Stop, Svip, SvipTree
+from draftsmith.eval.decoding.stopping import Calls, Ddd, Svip, SvipTree
 from draftsmith.models.c2t import C2tClassifier, node_features
 from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
 from draftsmith.models.sampling import GREEDY, Draws, Sampling, drawn_tokens
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.sections.eval import TreeSection
 
-
-class TreePolicy(Protocol):
-    def grow(
-        self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
-    ) -> tuple[DraftTree, list[int]]:
-        """A tree below each root, and the number of levels that were drafted for it.
-
-        What these cost, the drafter knows (`Drafting.passes`).
-
-        Args:
-            roots_B: [B] target token ids, on the drafter's device.
-            draws: the random numbers of each row, for policies that sample.
-        """
-        ...
+Grown = tuple[DraftTree, list[int]]  # a tree for each row, and the number of levels that were drafted for it
 
 
 @dataclass(frozen=True)
 class Chain:
-    """One token after the other: `draft_tokens` of them, in as many calls.
+    """One token after the other: `draft_tokens` of them, in as many calls, or fewer by `stop`.
 
     Args:
-        stop: ends chains earlier.
         sampling: how tokens are drawn from the drafter's distribution. Any way is lossless; the target's own
             temperature, top-k and top-p bring the two closest. Greedy takes the likeliest tokens.
-
     """
 
     draft_tokens: int
     stop: Svip | None = None
     sampling: Sampling = GREEDY
 
-    def grow(
-        self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
-    ) -> tuple[DraftTree, list[int]]:
-        if draws is None and not self.sampling.greedy:
-            raise ValueError(NEEDS_DRAWS)
+    def grow(self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None) -> Grown:
+        draws = _checked(draws, self.sampling)
         rows, device, vocab = len(roots_B), roots_B.device, drafting.vocab
         slots_BN = torch.arange(self.draft_tokens, device=device).expand(rows, -1)  # depth d is fed below slot d - 1
         tokens, drawn_from = [roots_B[:, None]], []
-        calls = Calls(rows, self.draft_tokens)
+        calls, nothing = Calls(rows, self.draft_tokens), torch.zeros((), dtype=torch.long, device=device)
         log_probs = drafting.root_log_probs()  # [B, Vd]
         for call in range(1, self.draft_tokens + 1):
             if self.sampling.greedy:
                 drafted_B = log_probs.max(-1).indices  # argmax, but several times faster on a CPU
             else:
-                assert draws is not None
-                q = _draft_law(self.sampling, log_probs)  # [B, Vd]
-                drawn_from.append(q)
-                drafted_B = self._drawn(q, draws, calls.going)
+                drawn_from.append(_draft_law(self.sampling, log_probs))
+                each = zip(draws, drawn_from[-1], calls.going, strict=True)  # stopped rows take no random numbers
+                drafted_B = torch.stack([draw.token(q_V) if goes else nothing for draw, q_V, goes in each])
             tokens.append(vocab.to_target(drafted_B)[:, None])
             if call == self.draft_tokens or (self.stop and calls.stop(self.stop.stops(log_probs), call)):
                 break
@@ -106,22 +86,18 @@ class Chain:
         )
         return tree, calls.of_row
 
-    @staticmethod
-    def _drawn(q: torch.Tensor, draws: Sequence[Draws], going: Sequence[bool]) -> torch.Tensor:
-        """[B] draft ids. Rows that have stopped consume no random numbers."""
-        nothing = torch.zeros((), dtype=torch.long, device=q.device)
-        return torch.stack(
-            [draw.token(q_V) if goes else nothing for draw, q_V, goes in zip(draws, q, going, strict=True)]
-        )
-
 
 RARE = 1e-30  # probability of tokens that the drafter would never draw, where it has fewer than are to be drawn
-NEEDS_DRAWS = "drawn tokens need draws: models.sampling.SeededDraws(seed, key)"
+
+
+def _checked(draws: Sequence[Draws] | None, sampling: Sampling) -> Sequence[Draws]:
+    if draws is None and not sampling.greedy:
+        raise ValueError("drawn tokens need draws: models.sampling.SeededDraws(seed, key)")
+    return draws or ()
 
 
 def _draft_law(sampling: Sampling, log_probs: torch.Tensor) -> torch.Tensor:
-    """[..., Vd] the distribution that tokens are drawn from; uniform in the place of one with a NaN or without any
-    token."""
+    """[..., Vd] the distribution that tokens are drawn from; uniform in place of one with a NaN or without a token."""
     q = sampling.probabilities(log_probs)
     return torch.where(q.sum(-1, keepdim=True) > 0.5, q, 1 / q.shape[-1])
 
@@ -153,22 +129,15 @@ class StaticTree:
         paths: each node below the root as the child ranks that lead to it, 0 the likeliest, with its parent among
             them. Ranks beyond the draft vocabulary are left out, with all nodes below them.
         sampling: how children are drawn from the drafter's distribution, without replacement; a child's rank is then
-            its turn (LANTERN++, arXiv 2502.06352). Greedy takes the likeliest.
+            its turn, and its elder siblings are among the paths (LANTERN++, arXiv 2502.06352). Greedy takes the
+            likeliest.
     """
 
     paths: tuple[tuple[int, ...], ...]
     sampling: Sampling = GREEDY
 
-    def __post_init__(self) -> None:
-        skipped = {(*path[:-1], path[-1] - 1) for path in self.paths if path[-1] > 0} - {*self.paths}
-        if skipped and not self.sampling.greedy:
-            raise ValueError(f"paths: drawn in turn, a sibling behind {min(skipped)} needs that node")
-
-    def grow(
-        self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
-    ) -> tuple[DraftTree, list[int]]:
-        if draws is None and not self.sampling.greedy:
-            raise ValueError(NEEDS_DRAWS)
+    def grow(self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None) -> Grown:
+        draws = _checked(draws, self.sampling)
         rows, vocab = len(roots_B), drafting.vocab
         log_probs = drafting.root_log_probs()[:, None]  # [B, b, Vd]
         levels, parents, inner = _static_levels(self.paths, log_probs.shape[-1], log_probs.device)
@@ -177,7 +146,6 @@ class StaticTree:
             if self.sampling.greedy:
                 drafted = top_tokens(log_probs, level.width)[1]
             else:
-                assert draws is not None
                 q_BbV = _draft_law(self.sampling, log_probs)
                 enough = (q_BbV > 0).sum(-1, keepdim=True) >= level.width
                 drawn_from.append(torch.where(enough, q_BbV, q_BbV.clamp(min=RARE)))
@@ -213,9 +181,6 @@ def _static_levels(
 ) -> tuple[list[_Level], torch.Tensor, torch.Tensor]:
     """(levels, [N] parents, nodes with children) of a static tree."""
     paths = sorted((path for path in paths if max(path) < vocab_size), key=lambda path: (len(path), path))
-    known = {(), *paths}
-    if len(known) != len(paths) + 1 or any(path[:-1] not in known for path in paths):
-        raise ValueError("paths: every node once, and its parent with it")
     node = {path: i for i, path in enumerate([(), *paths])}
     inner = {path[:-1] for path in paths}
     slot: dict[tuple[int, ...], int] = {(): 0}  # of every node that is expanded
@@ -249,8 +214,8 @@ LARGE = 8192  # draft tokens from which the detour pays; measured on a CPU
 def top_tokens(log_probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`log_probs.topk(count)` [..., Vd]. A NaN is the greatest; the order of ties is undefined.
 
-    On a CPU and over a large vocabulary it is several times faster to find the blocks with the greatest maxima first.
-    The `count` likeliest tokens lie in `count` of these blocks or in the rest after the last block.
+    On a CPU and over a large vocabulary it is several times faster to find the `count` blocks with the greatest maxima
+    first: the likeliest tokens lie in these, or in the rest after the last block.
     """
     size = log_probs.shape[-1]
     blocks = size // BLOCK
@@ -267,9 +232,7 @@ def top_tokens(log_probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch
 
 def _children(values_Bb: torch.Tensor, log_probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(values, draft ids) of each node's `width` likeliest children, the likeliest first; both [B, b, width].
-
-    NaNs come first and get the lowest value. No child's value exceeds its parent's.
-    """
+    NaNs come first and get the lowest value."""
     best, drafted = top_tokens(log_probs, width)
     best = best.clamp_(max=0).nan_to_num_(nan=-math.inf, neginf=-math.inf)
     return values_Bb[..., None] + best, drafted
@@ -319,8 +282,8 @@ class Eagle2:
     `nodes` - 1 of all proposed ones.
 
     Args:
-        nodes: of the tree, the root included; fewer if fewer are proposed.
-        draft_calls: the first included; equals the greatest depth.
+        nodes: most of the tree, the root included.
+        draft_calls: most calls, which equals the greatest depth.
         top_k: children proposed per node, and width of the beam.
         stop: ends the search earlier.
         watch: called with each call's children before any is cut: values [B, b, K], log-probabilities [B, b, Vd] and
@@ -330,12 +293,10 @@ class Eagle2:
     nodes: int
     draft_calls: int
     top_k: int
-    stop: Stop | None = None
+    stop: Ddd | SvipTree | None = None
     watch: Callable[[torch.Tensor, torch.Tensor, int], object] | None = field(default=None, repr=False, compare=False)
 
-    def grow(
-        self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
-    ) -> tuple[DraftTree, list[int]]:
+    def grow(self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None) -> Grown:
         rows, device = len(roots_B), roots_B.device
         log_probs = drafting.root_log_probs()[:, None]  # [B, b, Vd]
         width = min(self.top_k, log_probs.shape[-1])  # K
@@ -383,17 +344,15 @@ class C2T:
     confidence of at least `beta`, at most `beam` per level. The kept nodes are verified and form the next frontier.
 
     Args:
-        classifier: `models.c2t`; it moves to the drafter's device.
         beta: least confidence. A good value depends on the classifier.
         beam: most nodes kept per level, by confidence (K2); None: all. Ties go to children of better parents, then to
             the likelier sibling.
-        top_k: children considered per node (K). 1: chains.
+        top_k: children considered per node (K).
         draft_calls: most calls (d_max).
         nodes: most nodes of the tree, the root included: the most probable of the kept ones; None: all. It also limits
             each level.
 
-    A path ends where no child is kept, so a tree may be its root alone. A NaN in a distribution makes the confidence
-    of all its children NaN, and none is kept.
+    A path ends where no child is kept, so a tree may be its root alone. Behind a NaN no child is kept.
     """
 
     classifier: C2tClassifier
@@ -403,9 +362,7 @@ class C2T:
     draft_calls: int
     nodes: int | None = None
 
-    def grow(
-        self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
-    ) -> tuple[DraftTree, list[int]]:
+    def grow(self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None) -> Grown:
         rows, device = len(roots_B), roots_B.device
         if self.classifier.output.weight.device != device:
             self.classifier.to(device)
@@ -475,28 +432,29 @@ def _padding_last(values_Bb: torch.Tensor, count_B: torch.Tensor) -> torch.Tenso
     return values_Bb.clamp(min=torch.finfo(values_Bb.dtype).min).masked_fill(padding, -math.inf)
 
 
+TreePolicy = Chain | StaticTree | Eagle2 | C2T
+
+
 def policy_of(tree: TreeSection, sampling: Sampling = GREEDY) -> TreePolicy:
-    """The policy that a recipe's section describes, for answers drawn by `sampling`.
+    """The policy that a recipe's section describes, for answers drawn by `sampling`; `auto` must be resolved before.
 
     Raises:
         UserError: c2t.classifier is not a classifier.
-        ValueError: policy auto, which must be resolved first.
     """
     drawn = sampling if tree.draw == "sampled" else GREEDY
     if tree.policy in ("chain", "svip"):
         return Chain(tree.calls, Svip(tree.svip.c, tree.svip.h) if tree.policy == "svip" else None, drawn)
     if tree.policy == "static":
         return StaticTree(tuple(map(tuple, tree.static_paths)), drawn)
-    if tree.policy in ("eagle2", "ddd", "svip_tree"):
-        at = tuple(tree.ddd.at) if isinstance(tree.ddd.at, list) else tree.ddd.at
-        stops: dict[str, Stop] = {"ddd": Ddd(tree.ddd.threshold, at), "svip_tree": SvipTree(tree.svip.c, tree.svip.h)}
-        return Eagle2(tree.most, tree.calls, tree.width, stops.get(tree.policy))
     if tree.policy == "c2t":
         section = tree.c2t
         assert section.classifier is not None  # the schema sees to it
         nodes = tree.nodes if section.beam else tree.most
         return C2T(C2tClassifier.load(section.classifier), section.beta, section.beam, tree.width, tree.calls, nodes)
-    raise ValueError(f"policy {tree.policy}: choose one first")
+    at = tuple(tree.ddd.at) if isinstance(tree.ddd.at, list) else tree.ddd.at
+    stops: dict[str, Ddd | SvipTree | None] = {"eagle2": None}
+    stops |= {"ddd": Ddd(tree.ddd.threshold, at), "svip_tree": SvipTree(tree.svip.c, tree.svip.h)}
+    return Eagle2(tree.most, tree.calls, tree.width, stops[tree.policy])
 
 
 class PolicyProposer:

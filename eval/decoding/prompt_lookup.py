@@ -1,7 +1,7 @@
 """Prompt lookup: the continuation of the last n-gram's latest earlier occurrence, as a chain. No model, no training.
 
-The baseline that every trained drafter must beat. Follows transformers' `prompt_lookup_num_tokens` (longest n-gram
-first). Deviation: it takes the latest occurrence, not the first, because nearby text is likelier to be repeated.
+The baseline that every trained drafter must beat. As transformers' `prompt_lookup_num_tokens`, but for the latest
+occurrence in the place of the first: nearby text is likelier to be repeated.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from draftsmith.models.draft_tree import Committed, DraftTree
-from draftsmith.models.key_values import check_rollback
 from draftsmith.models.sampling import Draws
 
 
@@ -30,13 +29,6 @@ class TextProposer:
 
     def set_rows(self, kept: Sequence[int], new: int = 0, draws: Sequence[Draws] | None = None) -> None:
         self.texts = [*(self.texts[row] for row in kept), *(self.new_text() for _ in range(new))]
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        check_rollback([max(0, len(text.tokens) - 1) for text in self.texts], lengths)
-        kept = [text.tokens[: length + 1] for text, length in zip(self.texts, lengths, strict=True)]
-        self.set_rows([], len(kept))
-        for text, tokens in zip(self.texts, kept, strict=True):
-            text.extend(tokens)
 
     def observe(self, committed: Committed) -> None:
         for text, tokens in zip(self.texts, committed.tokens, strict=True):
@@ -66,8 +58,7 @@ class _Text:
     def __init__(self, max_ngram: int):
         self.max_ngram = max_ngram
         self.tokens: list[int] = []
-        # The latest end (index of the following token) of every n-gram, and the one before: no token follows the
-        # latest occurrence of the last n-gram.
+        # Of every n-gram the latest end (index of the following token), and the one before, which the text's end needs.
         self.ends: dict[tuple[int, ...], tuple[int, int | None]] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:

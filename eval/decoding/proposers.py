@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
@@ -21,7 +20,6 @@ from draftsmith.models.drafters import drafting_of
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sam import StaticAutomaton
-from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import checked_capture_layers, device_name
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, cut_by_file
@@ -45,16 +43,23 @@ class Contender:
     drafter: Path | None = None  # directory
     draft_model: TargetSection | None = None  # of causal_lm and hierarchy
     token_counts: Path | None = None  # tree.vocab_size ranks tokens by these
-    rule: Callable[[Sampling], Acceptance] = acceptance_of
-    relaxed: AcceptanceSection | None = None  # LANTERN in the place of `rule`
+    relaxed: AcceptanceSection | None = None  # LANTERN in the place of the lossless rule
     sam: SamSection = field(default_factory=SamSection)
     router: RouterSection | None = None  # SAM beside the proposer
     min_draft_length: int = MIN_DRAFT_LENGTH  # of hierarchy
     quantization: QuantizationSection | None = None  # the target's for this row; None: as the recipe says
 
-    def lossless(self, sampling: Sampling) -> bool:
-        """What its acceptance rule (`contenders.rule_of`) promises of answers drawn by `sampling`."""
-        return self.relaxed is None and self.rule(sampling).lossless
+    @property
+    def small(self) -> TargetSection:
+        """The draft model of a proposer that has one."""
+        assert self.draft_model is not None
+        return self.draft_model
+
+    @property
+    def drafter_dir(self) -> Path:
+        """The drafter's directory, of a proposer that has one."""
+        assert self.drafter is not None
+        return self.drafter
 
     def cut(self, vocab: DraftVocab, target: TargetFiles) -> DraftVocab | None:
         """The part of `vocab` that the tree drafts from; None: all of it."""
@@ -69,13 +74,15 @@ class Contender:
 
     @property
     def has_distributions(self) -> bool:
-        """Whether the proposer gives probabilities that a policy can grow trees from."""
+        """Whether policies can grow trees from the proposer's probabilities."""
         return self.entry.drafting is not None
 
     @property
     def model(self) -> str | None:
         """The drafter's directory or the small model's name; None for a proposer without a model."""
-        return self.entry.model(self)
+        if self.drafter is not None:
+            return str(self.drafter)
+        return None if self.draft_model is None else self.draft_model.model
 
 
 @dataclass(frozen=True)
@@ -87,19 +94,14 @@ class ProposerEntry:
     make: Callable[[LoadedModels, Contender], Proposer] | None = None  # it has no distributions and drafts by itself
     key: str = "eval.tree"  # of the recipe, to which problems of `check` belong
     # Raises UserError, before weights are loaded, if the contender cannot draft for the target.
-    check: Callable[[TargetFiles, Contender], None] = lambda target, contender: None
-    model: Callable[[Contender], str | None] = lambda contender: None  # its directory or name, if it has a model
+    check: Callable[[TargetFiles, Contender], object] = lambda target, contender: None
 
 
 # Checks.
 
 
 def check_drafter(target: TargetFiles, directory: Path) -> None:
-    """Checks a drafter against this target.
-
-    Raises:
-        UserError: no drafter there, its weights are missing or cut short, or it was trained for another target.
-    """
+    """Raises UserError: no drafter there, its weights are missing or cut short, or it is for another target."""
     shape, trained_for = read_drafter_config(directory)
     check_identity(directory, trained_for, target.identity)
     try:
@@ -110,51 +112,35 @@ def check_drafter(target: TargetFiles, directory: Path) -> None:
 
 
 def check_draft_model(target: TargetFiles, draft_model: TargetSection) -> None:
-    """Checks that the draft model shares the target's token ids. It needs no chat template.
+    """Raises UserError: no such model, or its tokenizer, vocabulary size, positions or device are not the target's.
 
-    Raises:
-        UserError: no such model, or its tokenizer, vocabulary size or number of positions does not fit.
+    It needs no chat template.
     """
     try:
         files = TargetFiles(draft_model)
         files.check_precision()
         if draft_model.guidance is not None:
             _ = files.tokenizer  # checks it
-        small = files.text_config
+        size = files.text_config.vocab_size
         its_device, mine_device = (
             torch.empty(0, device=device_name(section.device)).device for section in (draft_model, target.section)
         )
         its = files.stored_tokenizer().get_vocab()
     except UserError as error:
         raise UserError(of_draft_model(error)) from None
-    large, name = target.text_config, target.section.model
-    problems = []
-    if small.vocab_size != large.vocab_size:
-        problems.append(
-            f"draft_model: {draft_model.model} has a vocabulary of {small.vocab_size} tokens, the target "
-            f"{name} one of {large.vocab_size}"
-        )
+    problems, wanted, name = [], target.text_config.vocab_size, f"the target {target.section.model}"
+    if size != wanted:
+        problems.append(f"has a vocabulary of {size} tokens, {name} one of {wanted}")
     if files.positions < target.positions:
         problems.append(
-            f"draft_model: {draft_model.model} has {files.positions:,} positions, the target "
-            f"{name} {target.positions:,}; behind its last one it cannot draft"
+            f"has {files.positions:,} positions, {name} {target.positions:,}; behind its last one it cannot draft"
         )
     if its_device != mine_device:
-        problems.append(f"draft_model.device: is {its_device}, the target's {mine_device}; give them the same one")
-    mine = target.tokenizer.get_vocab()
-    if mine != its:
-        token = min(mine.items() ^ its.items(), key=lambda item: (item[1], item[0]))[0]
-        problems.append(
-            f"draft_model: {draft_model.model} has another tokenizer than the target {name}: {token!r} is "
-            f"token {its.get(token, 'none')} of the one and {mine.get(token, 'none')} of the other"
-        )
+        problems.append(f"is on {its_device}, {name} on {mine_device}; set draft_model.device to the same one")
+    if its != target.tokenizer.get_vocab():
+        problems.append(f"has another tokenizer than {name}")
     if problems:
-        raise UserError(problems)
-
-
-def check_sam(target: TargetFiles, section: SamSources) -> None:
-    """Raises UserError without a sorted corpus of the target's tokenizer where the section names one."""
-    _static(section, target.fingerprint)
+        raise UserError([f"draft_model: {draft_model.model} {problem}" for problem in problems])
 
 
 # Names.
@@ -176,12 +162,10 @@ def tree_name(tree: TreeSection) -> str:
 
 
 def router_name(router: RouterSection) -> str:
-    """The end of a contender's name."""
     return f"{'fused with' if router.fuse else 'routed with'} sam, {_looks_in(router)}"
 
 
 def rule_name(section: AcceptanceSection) -> str:
-    """The end of a contender's name."""
     bound = f"delta {section.delta:g}" if section.rule == "lantern" else f"lambda {section.factor:g}"
     return f"{section.rule} {bound}, k {section.k}"
 
@@ -194,71 +178,57 @@ def _looks_in(section: SamSources) -> str:
 
 
 def _drafter_drafting(models: LoadedModels, contender: Contender, small: TargetSection | None = None) -> Drafting:
-    assert contender.drafter is not None
-    drafter = models.drafter(contender.drafter, small)
+    drafter = models.drafter(contender.drafter_dir, small)
     return drafting_of(drafter, contender.cut(drafter.vocab, models.files))
 
 
-def _check_own_drafter(target: TargetFiles, contender: Contender) -> None:
-    assert contender.drafter is not None
-    check_drafter(target, contender.drafter)
-
-
-def _small_model(contender: Contender) -> TargetSection:
-    assert contender.draft_model is not None
-    return contender.draft_model
-
-
-def model_name(section: TargetSection) -> str:
-    """A small model's name, with its precision."""
-    name, precision = Path(section.model).name, precision_name(section.quantization)
+def _small_name(contender: Contender) -> str:
+    name, precision = Path(contender.small.model).name, precision_name(contender.small.quantization)
     return name if precision is None else f"{name} in {precision}"
 
 
 def _check_hierarchy(target: TargetFiles, contender: Contender) -> None:
-    assert contender.drafter is not None
-    small = _small_model(contender)
-    check_draft_model(target, small)
-    check_drafter(TargetFiles(small, large=target), contender.drafter)
+    check_draft_model(target, contender.small)
+    check_drafter(TargetFiles(contender.small, large=target), contender.drafter_dir)
 
 
 def _hierarchy(models: LoadedModels, contender: Contender) -> Proposer:
-    small = _small_model(contender)
-    inner = PolicyProposer(_drafter_drafting(models, contender, small), policy_of(contender.tree))
-    return HierarchicalProposer(models.draft_model(small), inner, contender.min_draft_length)
+    inner = PolicyProposer(_drafter_drafting(models, contender, contender.small), policy_of(contender.tree))
+    return HierarchicalProposer(models.draft_model(contender.small), inner, contender.min_draft_length)
 
 
 def _causal_lm_drafting(models: LoadedModels, contender: Contender) -> Drafting:
-    small = models.draft_model(_small_model(contender))
+    small = models.draft_model(contender.small)
     return CausalLMDrafting(small, contender.cut(DraftVocab.full(small.vocab_size), models.files))
 
 
-def _static(section: SamSources, fingerprint: str) -> StaticAutomaton | None:
-    return None if section.static is None else StaticAutomaton.load(Path(section.static), fingerprint)
+def sorted_corpus(target: TargetFiles, section: SamSources) -> StaticAutomaton | None:
+    """The corpus that a section names, if any. Raises UserError: none there, or one of another tokenizer."""
+    return None if section.static is None else StaticAutomaton.load(Path(section.static), target.fingerprint)
 
 
-def _sam(models: LoadedModels, contender: Contender) -> Proposer:
-    section, tree = contender.sam, contender.tree
-    width, depth = (1, tree.most - 1) if tree.policy == "chain" else (tree.width, tree.calls)
-    return SamProposer(
-        models.target.device,
-        tree.most,
-        section.alpha,
-        _static(section, models.files.fingerprint),
-        section.dynamic,
-        section.l_bias,
-        width,
-        depth,
-        frozenset(models.files.stop_ids),
-    )
+def _sam(
+    models: LoadedModels,
+    section: SamSection | RouterSection,
+    nodes: int,
+    alpha: float | None,
+    width: int = 1,
+    depth: int | None = None,
+) -> SamProposer:
+    static, stops = sorted_corpus(models.files, section), frozenset(models.files.stop_ids)
+    bias = section.l_bias
+    return SamProposer(models.target.device, nodes, alpha, static, section.dynamic, bias, width, depth, stops)
+
+
+def _sam_alone(models: LoadedModels, contender: Contender) -> Proposer:
+    tree, alpha = contender.tree, contender.sam.alpha
+    shape = (1, tree.most - 1) if tree.policy == "chain" else (tree.width, tree.calls)
+    return _sam(models, contender.sam, tree.most, alpha, *shape)
 
 
 def routed(models: LoadedModels, router: RouterSection, other: Proposer) -> Proposer:
-    """SAM beside another proposer. Raises UserError without its sorted corpus, or for one of another tokenizer."""
-    static = _static(router, models.files.fingerprint)
-    settings = static, router.dynamic, router.l_bias, 1, router.nodes - 1, frozenset(models.files.stop_ids)
-    sam = SamProposer(models.target.device, router.nodes, None, *settings)
-    return SamRouter(sam, other, router.l_threshold, router.fuse)
+    """SAM beside another proposer. Raises UserError as `sorted_corpus`."""
+    return SamRouter(_sam(models, router, router.nodes, None), other, router.l_threshold, router.fuse)
 
 
 PROPOSERS = {
@@ -266,34 +236,31 @@ PROPOSERS = {
         name=lambda contender: f"{contender.kind}, {tree_name(contender.tree)}",
         drafting=_drafter_drafting,
         key="eval.drafter",
-        check=_check_own_drafter,
-        model=lambda contender: None if contender.drafter is None else str(contender.drafter),
+        check=lambda target, contender: check_drafter(target, contender.drafter_dir),
     ),
     "prompt_lookup": ProposerEntry(
         name=lambda contender: f"prompt lookup of {contender.tree.most - 1}",
         make=lambda models, contender: PromptLookup(contender.tree.most - 1, models.target.device),
     ),
     "causal_lm": ProposerEntry(
-        name=lambda contender: f"{model_name(_small_model(contender))}, {tree_name(contender.tree)}",
+        name=lambda contender: f"{_small_name(contender)}, {tree_name(contender.tree)}",
         drafting=_causal_lm_drafting,
         key="eval.draft_model",
-        check=lambda target, contender: check_draft_model(target, _small_model(contender)),
-        model=lambda contender: _small_model(contender).model,
+        check=lambda target, contender: check_draft_model(target, contender.small),
     ),
     "hierarchy": ProposerEntry(
         name=lambda contender: (
-            f"hierarchy over {model_name(_small_model(contender))}, {tree_name(contender.tree)}, chains of "
+            f"hierarchy over {_small_name(contender)}, {tree_name(contender.tree)}, chains of "
             f"{contender.min_draft_length} or more"
         ),
         make=_hierarchy,
         key="eval.draft_model",
         check=_check_hierarchy,
-        model=lambda contender: str(contender.drafter),
     ),
     "sam": ProposerEntry(
         name=lambda contender: f"sam, {_looks_in(contender.sam)}, {tree_name(contender.tree)}",
-        make=_sam,
+        make=_sam_alone,
         key="eval.sam.static",
-        check=lambda target, contender: check_sam(target, contender.sam),
+        check=lambda target, contender: sorted_corpus(target, contender.sam),
     ),
 }

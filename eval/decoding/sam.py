@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from draftsmith.eval.decoding.decode import count_kept
 from draftsmith.eval.decoding.prompt_lookup import TextProposer
 from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree, Proposer
-from draftsmith.models.sam import DynamicAutomaton, Match, StaticAutomaton
+from draftsmith.models.sam import DynamicAutomaton, StaticAutomaton
 from draftsmith.models.sampling import Draws
 
 DYNAMIC, STATIC, DRAFTER = "sam dynamic", "sam static", "drafter"
@@ -45,14 +45,12 @@ NO_DRAFT = SamDraft(DYNAMIC, 0, [], [])
 
 
 class SamProposer(TextProposer):
-    """A `models.draft_tree.Proposer`.
+    """A `models.draft_tree.Proposer`. Its settings are those of `SamSection`, its chains and trees have at most `nodes`
+    nodes.
 
     Args:
-        nodes: most of one tree, the root included.
         alpha: a match of l tokens is followed by at most alpha * l drafted ones; None: always by as many as fit.
         static: the corpus; its drafts are trees where it knows several continuations.
-        dynamic: look in the answer's own text, too.
-        l_bias: how much longer a match in the corpus must be than one in the text; a tie goes to the text.
         width: most children of a node, and most nodes at one depth, of a tree from the corpus; 1: chains.
         depth: of the deepest node of such a tree.
         stop_ids: nothing is drafted behind these.
@@ -76,8 +74,7 @@ class SamProposer(TextProposer):
         self.stop_ids = frozenset(stop_ids)
 
     def propose(self) -> tuple[DraftTree, list[int]]:
-        drafts = self.drafts()
-        return self.tree(drafts), [0] * len(drafts)
+        return self.tree(self.drafts()), [0] * len(self.texts)
 
     def drafts(self) -> list[SamDraft]:
         """A draft for each row, without tokens where nothing matches."""
@@ -93,16 +90,15 @@ class SamProposer(TextProposer):
 
     def _draft(self, text: "_Text") -> SamDraft:
         own = text.automaton.matched if text.automaton is not None else 0
-        found = self.static.longest(text.tokens) if self.static is not None else Match(0)
-        score = found.length - self.l_bias
-        if found.length and (score > own or not own):
-            assert self.static is not None
-            tokens, parents = self.static.continuations(found, self._most(found.length), self.width, self.depth)
-            if tokens or not own:  # else every occurrence ends its document
-                return SamDraft(STATIC, score, *_shallow_first(tokens, parents))
-        if not own:
+        if self.static is not None:
+            found = self.static.longest(text.tokens)
+            score = found.length - self.l_bias
+            if found.length and (score > own or not own):
+                tokens, parents = self.static.continuations(found, self._most(found.length), self.width, self.depth)
+                if tokens or not own:  # else every occurrence ends its document
+                    return SamDraft(STATIC, score, *_shallow_first(tokens, parents))
+        if text.automaton is None or not own:
             return NO_DRAFT
-        assert text.automaton is not None
         tokens = text.automaton.continuation(self._most(own))
         tokens = tokens[: count_kept(tokens, self.stop_ids, len(tokens))]
         return SamDraft(DYNAMIC, own, tokens, list(range(len(tokens))))
@@ -143,15 +139,13 @@ class _Spared:
 class SamRouter:
     """SAM beside another proposer: a `models.draft_tree.Proposer`.
 
-    The other one observes every committed token, but late: where SAM drafts for all rows, target states are kept until
-    the other is asked again, or until rows come or go. So it costs nothing in these rounds. With several rows it drafts
-    if one of them needs it; the others' trees are dropped, and take no random numbers.
+    The other one observes every committed token, but late: where SAM drafts for all rows, it costs nothing, and target
+    states are kept until it is asked again, or until rows come or go. With several rows it drafts if one of them needs
+    it; the others' trees are dropped, and take no random numbers.
 
     Args:
         l_threshold: SAM drafts for a row if its match, less the bias in the corpus, is at least so long.
-        fuse: SAM's chain joins the other's tree instead of replacing it.
-
-    Fused trees hold no drawn tokens: a drawn chain has one child for each node.
+        fuse: SAM's chain joins the other's tree, of tokens that are not drawn, instead of replacing it.
     """
 
     def __init__(self, sam: SamProposer, other: Proposer, l_threshold: int, fuse: bool = False):
@@ -168,11 +162,6 @@ class SamRouter:
         self.draws = [*(self.draws[row] for row in kept if self.draws), *spared]
         self.sam.set_rows(kept, new)
         self.other.set_rows(kept, new, spared or None)
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        self._catch_up()
-        self.sam.rollback(lengths)
-        self.other.rollback(lengths)
 
     def observe(self, committed: Committed) -> None:
         self.sam.observe(committed)
@@ -199,7 +188,7 @@ class SamRouter:
         if self.fuse:
             return fused(tree, drafts), calls
         calls = [0 if draft.tokens else count for draft, count in zip(drafts, calls, strict=True)]
-        return _each_its_own(self.sam.tree(drafts), tree, drafts), calls
+        return replaced(tree, drafts), calls
 
 
 def _joined(before: Committed, after: Committed) -> Committed:
@@ -213,7 +202,6 @@ def _joined(before: Committed, after: Committed) -> Committed:
 
 
 def _by_drafter(tree: DraftTree, row: int) -> DraftedBy:
-    """A source for a tree of the other proposer, with what that one tells of it."""
     return DraftedBy(DRAFTER) if tree.sources is None else replace(tree.sources[row], source=DRAFTER)
 
 
@@ -227,84 +215,66 @@ def _tree(rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> 
     padded = [[*tokens, *[tokens[0]] * (most - len(tokens))] for tokens, _ in rows]
     parents = [[*parents, *range(len(parents) - 1, most - 1)] for _, parents in rows]
     chain = all(parent == list(range(-1, most - 1)) for parent in parents)
-    depths = [0] * most
-    for row, size in zip(parents, sizes, strict=True):
-        at = [0] * size
-        for i in range(1, size):
-            at[i] = at[row[i]] + 1
-            depths[i] = max(depths[i], at[i])
+    deepest = max(max(_depths(own[1:])) for _, own in rows)
     lengths = None if min(sizes) == most else torch.tensor(sizes, device=device)
     tokens_BN, parents_BN = torch.tensor([padded, parents], device=device)
-    return DraftTree(tokens_BN, parents_BN, max(depths), lengths, is_chain=chain)
+    return DraftTree(tokens_BN, parents_BN, deepest, lengths, is_chain=chain)
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    """Of a root and of the nodes below it."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths
 
 
 def _shallow_first(tokens: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
     """The same nodes below a root, sorted by depth."""
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1)
+    depths = _depths(parents)
     order = sorted(range(1, len(depths)), key=lambda node: depths[node])
     place = {0: 0} | {node: i for i, node in enumerate(order, start=1)}
     return [tokens[node - 1] for node in order], [place[parents[node - 1]] for node in order]
 
 
-def _each_its_own(sam: DraftTree, other: DraftTree, drafts: Sequence[SamDraft]) -> DraftTree:
-    """SAM's chain in rows with a draft, the other's tree in the others; nothing is read from the device.
+def _rows_of(tree: DraftTree) -> list[tuple[list[int], list[int]]]:
+    """Waits for the device."""
+    sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
+    numbers = torch.stack((tree.tokens, tree.parents), dim=1).tolist()
+    return [(tokens[:size], parents[:size]) for (tokens, parents), size in zip(numbers, sizes, strict=True)]
 
-    Beside drawn trees SAM's chains count as drawn from distributions with one token each.
+
+def replaced(tree: DraftTree, drafts: Sequence[SamDraft]) -> DraftTree:
+    """SAM's chain in the place of the tree in rows with a draft.
+
+    Beside drawn trees its tokens count as drawn from distributions with one token each.
     """
-    device, most = other.tokens.device, max(sam.nodes, other.nodes)
-    by_sam_B = torch.tensor([bool(draft.tokens) for draft in drafts], device=device)
-
-    def chosen(of_sam: torch.Tensor, of_other: torch.Tensor) -> torch.Tensor:
-        return torch.where(by_sam_B.view(-1, *[1] * (of_sam.dim() - 1)), of_sam, of_other)
-
-    def padded(tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        rows, nodes = tree.tokens.shape
-        tail = torch.arange(nodes - 1, most - 1, device=device).expand(rows, -1)
-        sizes = torch.full((rows,), nodes, device=device) if tree.sizes is None else tree.sizes
-        return functional.pad(tree.tokens, (0, most - nodes)), torch.cat((tree.parents, tail), dim=1), sizes
-
-    drawn_from = None
-    if other.drawn_from is not None:
-        vocab_size = other.drawn_from.shape[-1]
-        one_token = functional.one_hot(sam.tokens[:, 1:], vocab_size).to(other.drawn_from)
-        if sam.sizes is not None:
-            drafted = torch.arange(1, sam.nodes, device=device) < sam.sizes[:, None]
-            one_token = one_token * drafted[..., None]
-        drawn_from = chosen(
-            functional.pad(one_token, (0, 0, 0, most - one_token.shape[1])),
-            functional.pad(other.drawn_from, (0, 0, 0, most - other.nodes)),
-        )
-    tokens, parents, sizes = (chosen(*pair) for pair in zip(padded(sam), padded(other), strict=True))
-    of_other = [other.nodes] * other.rows if other.tried is None else other.tried
-    return DraftTree(
-        tokens,
-        parents,
-        max(sam.depth, other.depth),
-        sizes,
-        drawn_from,
-        sam.is_chain and other.is_chain,
-        [DraftedBy(d.source) if d.tokens else _by_drafter(other, row) for row, d in enumerate(drafts)],
-        [len(d.tokens) or most for d, most in zip(drafts, of_other, strict=True)],
-    )
+    rows = [
+        ([tokens[0], *draft.tokens], [-1, *draft.parents]) if draft.tokens else (tokens, parents)
+        for (tokens, parents), draft in zip(_rows_of(tree), drafts, strict=True)
+    ]
+    merged = _tree(rows, tree.tokens.device)
+    if tree.drawn_from is not None:
+        merged.drawn_from = functional.pad(tree.drawn_from, (0, 0, 0, merged.nodes - tree.nodes))
+        for drawn_NV, draft in zip(merged.drawn_from, drafts, strict=True):
+            if draft.tokens:
+                drawn_NV.zero_()[range(len(draft.tokens)), draft.tokens] = 1
+    merged.sources = [DraftedBy(d.source) if d.tokens else _by_drafter(tree, row) for row, d in enumerate(drafts)]
+    tried = [tree.nodes] * tree.rows if tree.tried is None else tree.tried
+    merged.tried = [len(draft.tokens) or most for draft, most in zip(drafts, tried, strict=True)]
+    return merged
 
 
 def fused(tree: DraftTree, drafts: Sequence[SamDraft]) -> DraftTree:
     """The trees with SAM's chains: a trie, in which a token that both drafted at the same place is one node.
 
-    It reads the drafter's tokens, so a round waits for the device once more.
-
-    Raises:
-        ValueError: the tokens were drawn.
+    Raises ValueError for drawn tokens.
     """
     if tree.drawn_from is not None:
         raise ValueError("drawn tokens cannot be fused: they would get siblings that were not drawn")
-    numbers = torch.stack((tree.tokens, tree.parents)).tolist()
-    sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
     rows, sources = [], []
-    for row, (size, draft) in enumerate(zip(sizes, drafts, strict=True)):
-        tokens, parents = (numbers[part][row][:size] for part in (0, 1))
+    for row, ((tokens, parents), draft) in enumerate(zip(_rows_of(tree), drafts, strict=True)):
+        size = len(tokens)
         child: dict[tuple[int, int], int] = {}
         for node in range(1, size):
             child.setdefault((parents[node], tokens[node]), node)

@@ -6,10 +6,7 @@ round differently from one over a single token, which can flip near ties. A targ
 checkpoint's precision, often bfloat16; `Speculator.token_identical` tells whether answers are exact.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -26,41 +23,10 @@ from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import counts_of
-from draftsmith.recipes.errors import UserError, quoted
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.records import ROLES
 from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.recipes.sections.target import TargetSection
-
-
-def _check_kind(name: str, value: object, kinds: type | tuple[type, ...], example: str) -> None:
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        raise UserError(f"{name}: {quoted(value)} cannot be used; give {example}")
-
-
-def _messages_of(question: object) -> list[Message]:
-    """Raises UserError for what is no question, and for a conversation that ends with none."""
-    if isinstance(question, str):
-        return [{"role": "user", "content": question}]
-    if (
-        not isinstance(question, list)
-        or not question
-        or not all(isinstance(each, dict) and each.get("role") in ROLES for each in question)
-        or question[-1]["role"] == "assistant"
-    ):
-        raise UserError(
-            f"question: {quoted(question)} is neither a text nor a list of messages {{'role': ..., 'content': ...}} "
-            f"that ends with a question; roles are {', '.join(ROLES)}"
-        )
-    return question
-
-
-@contextmanager
-def _keys_as_arguments() -> Iterator[None]:
-    """Names arguments in the place of a recipe's keys in errors."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError([problem.removeprefix("eval.") for problem in error.problems]) from None
 
 
 @dataclass(frozen=True)
@@ -102,14 +68,10 @@ class Speculator:
             UserError: one of them is missing, or drafter or counts were made for another target.
         """
         section = TargetSection(model=str(target)) if isinstance(target, (str, Path)) else target
-        _check_kind("target", section, TargetSection, "a name, or TargetSection(model=...)")
-        _check_kind("drafter", drafter, (str, Path), "a directory that training wrote")
-        _check_kind("token_counts", token_counts, (str, Path, type(None)), "a file of `draftsmith rank-vocab`")
         files, counts = TargetFiles.read(section), None if token_counts is None else Path(token_counts)
         check_drafter(files, Path(drafter))
         if counts is not None:
-            with _keys_as_arguments():
-                counts_of(counts, files.fingerprint)
+            counts_of(counts, files.fingerprint)
         return cls(LoadedModels(files), Path(drafter), counts)
 
     @property
@@ -122,11 +84,9 @@ class Speculator:
         """Drafts trees of this shape with the drafter, for answers drawn by `sampling`.
 
         Raises:
-            UserError: an argument of another kind, policy auto, a tree that exceeds the target's positions, or
-                tree.vocab_size without token counts or beyond the drafter's vocabulary.
+            UserError: policy auto, a tree that exceeds the target's positions, or tree.vocab_size without token counts
+                or beyond the drafter's vocabulary.
         """
-        _check_kind("tree", tree, TreeSection, 'TreeSection(policy="chain", nodes=5)')
-        _check_kind("sampling", sampling, Sampling, "Sampling(temperature=0.7)")
         if tree.policy == "auto":
             raise UserError(
                 "tree.policy: auto measures this machine with a recipe's own answers: `draftsmith plan` does it "
@@ -136,9 +96,8 @@ class Speculator:
             raise UserError(
                 "tree.vocab_size: give Speculator.load the token_counts.safetensors that `draftsmith rank-vocab` wrote"
             )
-        with _keys_as_arguments():
-            check_size(tree, usable_positions(self.target.config))
-            return loaded_proposer(self.models, replace(self.contender, tree=tree), sampling)
+        check_size(tree, usable_positions(self.target.config))
+        return loaded_proposer(self.models, replace(self.contender, tree=tree), sampling)
 
     def answer(
         self,
@@ -156,14 +115,16 @@ class Speculator:
             tree: the shape of the draft trees; None: EAGLE-2's with 60 nodes.
 
         Raises:
-            UserError: the chat template refuses the messages, max_new_tokens is no number of tokens, prompt and answer
-                exceed the target's positions, or `proposer` refuses tree or sampling.
+            UserError: the chat template refuses the messages, they do not end with a question, prompt and answer exceed
+                the target's positions, or `proposer` refuses the tree.
         """
-        _check_kind("max_new_tokens", max_new_tokens, Integral, "a whole number of 1 or more")
-        _check_kind("seed", seed, Integral, "a whole number")
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        roles = [message.get("role") for message in messages]
+        if not {*roles} <= {*ROLES} or roles[-1:] in ([], ["assistant"]):
+            raise UserError(f"question: roles are {roles}, not some of {', '.join(ROLES)} that end with a question")
         if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens: {max_new_tokens!r} must be a whole number of 1 or more")
-        messages, proposer = _messages_of(question), self.proposer(TreeSection() if tree is None else tree, sampling)
+            raise UserError(f"max_new_tokens: {max_new_tokens} must be 1 or more")
+        proposer = self.proposer(TreeSection() if tree is None else tree, sampling)
         try:
             prompt = render_prompt(self.tokenizer, messages, tools)
         except RenderError as error:
@@ -176,5 +137,5 @@ class Speculator:
         draws = SeededDraws(seed, prompt.digest if prompt.inserts else tuple(prompt))
         verifier = TargetVerifier(self.target, proposer, rule_of(self.models, self.contender, sampling))
         with torch.inference_mode():
-            [generation] = decode(verifier, proposer, [prompt], self.stop_ids, int(max_new_tokens), [draws])
+            [generation] = decode(verifier, proposer, [prompt], self.stop_ids, max_new_tokens, [draws])
         return Answer(decode_answer(self.tokenizer, generation.token_ids), generation)

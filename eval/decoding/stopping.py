@@ -7,7 +7,7 @@ Shapes: B rows, b nodes that were expanded, K nodes of the next beam, Vd draft v
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -37,8 +37,7 @@ class Svip:
 
     A token drawn from q is accepted with probability at least 1 - sqrt(c H(q)), by Pinsker's inequality with the
     cross-entropy taken as a multiple of H. The chain ends once that is below 1 - h: iff c H > h^2. The uncertain token
-    is kept, because it is already drafted. Deviation: the paper's text folds c into h; the published code has c = 0.15
-    and h = 0.3, which stops above 0.6 nats.
+    is kept, because it is already drafted. The defaults are the published code's; the paper's text folds c into h.
     """
 
     c: float = 0.15
@@ -47,23 +46,6 @@ class Svip:
     def stops(self, log_probs: torch.Tensor) -> torch.Tensor:
         """[B] bool, from the last tokens' distributions [B, Vd]; a NaN stops."""
         return ~(self.c * entropy(log_probs) <= self.h * self.h)
-
-
-class Stop(Protocol):
-    """When a beam search ends."""
-
-    def stops(
-        self, call: int, values_Bb: torch.Tensor, log_probs: torch.Tensor, beam_BK: torch.Tensor
-    ) -> torch.Tensor | None:
-        """[B] bool: no further call for this row. None: no test after this call.
-
-        Args:
-            call: number of calls so far, this one included.
-            values_Bb: of the nodes that this call expanded.
-            log_probs: [B, b, Vd] result of this call.
-            beam_BK: values of the nodes that the next call would expand.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -80,6 +62,13 @@ class Ddd:
     def stops(
         self, call: int, values_Bb: torch.Tensor, log_probs: torch.Tensor, beam_BK: torch.Tensor
     ) -> torch.Tensor | None:
+        """[B] bool: no further call for this row. None: no test after this call.
+
+        Args:
+            call: number of calls so far, of which the last one expanded nodes of `values_Bb` and gave `log_probs`
+                [B, b, Vd].
+            beam_BK: values of the nodes that the next call would expand.
+        """
         if self.at != "every" and call not in self.at:
             return None
         return ~(beam_BK.logsumexp(-1) >= self.threshold)
@@ -91,21 +80,18 @@ class SvipTree:
 
     The bound is the chain's, in expectation. Let P_i be the values of the nodes that the last call expanded, and q_i
     the resulting distributions. If the target's path runs through one of them, it runs through node i with probability
-    w_i = P_i / sum P by the drafter's own belief. A token drawn there is accepted with probability at least
-    1 - sqrt(c H(q_i)). Drafting ends once the expected bound is below 1 - h:
+    w_i = P_i / sum P by the drafter's own belief. Drafting ends once the expected bound is below 1 - h:
 
         stop  iff  sum_i w_i sqrt(c H(q_i)) > h
 
-    The square root is inside the mean: the root of the mean entropy would be a looser bound. A beam of one node gives
-    exactly the chain's rule. As there, the children just proposed remain candidates for the tree.
+    A beam of one node gives the chain's rule. As there, the children just proposed remain candidates for the tree.
     """
 
     c: float = 0.15
     h: float = 0.3
 
-    def stops(
-        self, call: int, values_Bb: torch.Tensor, log_probs: torch.Tensor, beam_BK: torch.Tensor
-    ) -> torch.Tensor | None:
+    def stops(self, call: int, values_Bb: torch.Tensor, log_probs: torch.Tensor, beam_BK: torch.Tensor) -> torch.Tensor:
+        """As `Ddd.stops`."""
         # Entropies of nearly certain distributions may round to just below zero.
         uncertainty = (self.c * entropy(log_probs).clamp(min=0)).sqrt()
         return ~((values_Bb.softmax(-1) * uncertainty).sum(-1) <= self.h)

@@ -35,7 +35,6 @@ from draftsmith.models.costs import plan_decoding
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.quantize import precision_name
-from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import device_name
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.turn_ends import answer_notes
@@ -141,9 +140,8 @@ def publish_results(
     unlike = recipe.eval.mode == "replay" or recipe.eval.temperature > 0
     own_plain = {name: plain_of(each) for each in contenders for name in (each.name, plain_of(each))}
     numbers = summarise_all(results, PLAIN, recipe.eval.seed, unlike, main, own_plain)
-    sampling = Sampling.of(recipe.eval)
     described = {plain_of(each): UNDRAFTED | {"quantization": precision_name(each.quantization)} for each in contenders}
-    described |= {PLAIN: UNDRAFTED} | {contender.name: describe(contender, sampling) for contender in contenders}
+    described |= {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
     made = how_made(recipe, models, contenders) | about  # reads whole drafters: before a file takes its place
     _replace_answers(recipe)
     path = write_acceptance(recipe, numbers, described, main, PLAIN, made)

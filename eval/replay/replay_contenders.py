@@ -61,7 +61,7 @@ def recording_of(recipe: Recipe, files: TargetFiles, contenders: Sequence[Conten
     turns = [answer.key for answer in _baseline(recording, contenders)]
     for contender in contenders:
         own, place = recording.of(contender.name, PLAIN), contender.place
-        if not contender.lossless(sampling):
+        if contender.relaxed is not None:
             problems.append(f"{place}: {contender.name!r} accepts tokens that the target would not write: decode")
         if contender.quantization is not None:
             problems.append(f"{place}: quantization: replay reads one target: set target.quantization instead")

@@ -132,7 +132,6 @@ def test_a_new_proposer_is_decoded_described_and_reported(
     echo = ProposerEntry(
         name=lambda contender: f"echo of {contender.tree.most - 1}",
         make=lambda lineup, contender: PromptLookup(contender.tree.most - 1, lineup.target.device, max_ngram=1),
-        model=lambda contender: "the text itself",
     )
     monkeypatch.setitem(PROPOSERS, "echo", echo)
     recipe = load_recipe(str(place / "recipe.yaml"), [f"eval.out={tmp_path}", "eval.max_prompts=2"])
@@ -140,7 +139,7 @@ def test_a_new_proposer_is_decoded_described_and_reported(
     contenders = named([main_contender(recipe), Contender("", "echo", tree, "here")])
     evaluation.evaluate_by_decoding(recipe, contenders, plan=False)
     row = files.read_acceptance(tmp_path / "acceptance.json")["contenders"]["echo of 3"]
-    assert (row["proposer"], row["drafter"], row["matches_target"]) == ("echo", "the text itself", True)
+    assert (row["proposer"], row["drafter"], row["matches_target"]) == ("echo", None, True)
     assert row["tree_nodes_per_round"] > 1
     assert "echo of 3" in Page((tmp_path / "report.html").read_text()).text
     monkeypatch.setitem(PROPOSERS, "echo", ProposerEntry(name=echo.name, make=echo.make, key="here", check=refuse))

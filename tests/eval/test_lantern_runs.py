@@ -11,8 +11,13 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from draftsmith.data_gen import regenerate
+from draftsmith.data_gen.answers import regeneration
+from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import check_contenders, contenders_of
+from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation
+from draftsmith.eval.replay.answers import read_answers
 from draftsmith.eval.report_page import files
 from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
@@ -22,6 +27,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.target import TargetSection
 from tests.compare_cases import place as text_place
 from tests.image_cases import CODES, VOCABULARY, make_image_target
@@ -70,7 +76,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path) -> None:
+def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_main(acceptance, place / "recipe.yaml")
     out = place / "run/eval"
     rows = files.read_acceptance(out / "acceptance.json")["contenders"]
@@ -95,10 +101,40 @@ def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path) -> None
     page = " ".join(Page(source).text.split())
     assert "What the answers look like" in page and "no whole picture" in page
     assert f"lantern {moved['lantern']:.3f}" in page.partition("Total variation from the target's distribution")[2]
+    table = " ".join(capsys.readouterr().out.split())
+    for text in (table, page):
+        assert f"but not of {'; '.join(RULES)}: their output is not the target's" in text and "defect" not in text
     tables = [load_file(path)["neighbours"] for path in out.glob("neighbours-*.safetensors")]
     assert len(tables) == 4  # 4, 8 and all 15 codes; 8 embeddings
     codes = {VOCABULARY[name] for name in CODES}
     assert sum(set(table.unique().tolist()) <= {-1, *codes} for table in tables) == 3
+    # Replay takes the answers of all others.
+    exact = {"proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 4}}
+    rivals: list[tuple[dict[str, Any], str]] = [
+        ({"name": "lantern"}, "the answers of 'lantern' in"),
+        ({"name": "nobody's", "acceptance": RULES["lantern"]}, "accepts tokens that the target would not"),
+    ]
+    settings = [place / "recipe.yaml", "eval.mode=replay", "eval.max_prompts=1"]
+    run_main(acceptance, *settings, f"eval.also={json.dumps([exact])}")
+    for rival, said in rivals:
+        with pytest.raises(UserError, match=said):
+            run_main(acceptance, *settings, f"eval.also={json.dumps([exact | rival])}")
+
+
+def test_conversations_tell_that_they_are_not_the_target_s_own(
+    text_place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def writer(recipe: Recipe, files: TargetFiles, settings: GenerationSettings) -> Writer:
+        relaxation = Relaxation(torch.full((320, 1), -1), delta=0.5)
+        return Writer(files.load((0,)), settings, rule=lambda sampling: LanternAcceptance(sampling, relaxation))
+
+    monkeypatch.setattr(regeneration.Writer, "of", writer)
+    path = tmp_path / "c.jsonl"
+    settings = [f"data.prompts={text_place / 'prompts.jsonl'}", "data.max_prompts=2", "data.generator.max_new_tokens=4"]
+    run_main(regenerate, text_place / "recipe.yaml", *settings, f"data.conversations={path}")
+    assert [json.loads(line)["generator"]["lossless"] for line in path.read_text().splitlines()] == [False, False]
+    with pytest.raises(UserError, match="written by an acceptance rule that is not lossless"):
+        read_answers(path)
 
 
 def test_rows_of_codes_are_pictures_and_anything_else_is_none(place: Path) -> None:
@@ -123,16 +159,14 @@ def test_impossible_sources_of_neighbours_are_named(place: Path, text_place: Pat
     refused("has no codebook of its own", "codebook", text_place)
     refused("is no file; write codebook, embedding", "embeddings")
     path.write_text("no tensors")
-    refused("cannot be read as safetensors", path)
-    save_file({"codebook": torch.zeros(3, 2)}, path)
-    refused("has no tensor token_ids", path)
-    for ids, said in (
-        (torch.arange(4), r"codebook \[3, 2\] and token_ids \[4\]"),
-        (torch.tensor([1, 1, 2]), "not two or more different tokens"),
-        (torch.tensor([1.0, 2.0, 3.0]), "of type float32, not whole numbers"),
-        (torch.tensor([1, 2, 9_000], dtype=torch.uint16), "tokens up to 9,000, but the target has 26"),
+    refused("neighbours: .*not a readable safetensors file", path)
+    vectors, ids = torch.zeros(3, 2), torch.arange(3)
+    for codebook, tokens, said in (
+        (vectors, torch.arange(4), r"needs codebook \[C, d\]"),
+        (vectors + torch.nan, ids, "finite numbers"),
+        (vectors, torch.tensor([1, 1, 2]), "not two or more different"),
+        (vectors, ids.float(), "not .* whole numbers"),
+        (vectors, torch.tensor([1, 2, 9_000], dtype=torch.uint16), "tokens 1 to 9,000, but the target has 26"),
     ):
-        save_file({"codebook": torch.zeros(3, 2), "token_ids": ids}, path)
+        save_file({"codebook": codebook, "token_ids": tokens}, path)
         refused(said, path)
-    save_file({"codebook": torch.full((3, 2), torch.nan), "token_ids": torch.arange(3)}, path)
-    refused("no finite floating-point numbers", path)

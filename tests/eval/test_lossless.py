@@ -64,29 +64,19 @@ ROWS = (1, 3)
 TRIED = ("chain", "eagle2")  # with every proposer
 
 
-class BrokenNow:
+class BrokenNow(FeatureDrafting):
     """Every third distribution is NaN in places or throughout, as of a drafter in a precision too low for it."""
 
-    def __init__(self, drafting: Drafting):
-        self.drafting, self.vocab, self.capture_layers = drafting, drafting.vocab, drafting.capture_layers
-        self.set_rows, self.passes = drafting.set_rows, drafting.passes
-        self.observe = drafting.observe
-        self.rollback = drafting.rollback
-        self.calls = 0
+    calls = 0
 
-    def _broken(self, log_probs: torch.Tensor) -> torch.Tensor:
+    def _log_probs(self, outputs: torch.Tensor) -> torch.Tensor:
+        log_probs = super()._log_probs(outputs)
         self.calls += 1
         if self.calls % 3 == 0:
             return torch.full_like(log_probs, math.nan)
         if self.calls % 3 == 1:
             return log_probs.masked_fill(torch.arange(log_probs.shape[-1]) % 5 == self.calls % 5, math.nan)
         return log_probs
-
-    def root_log_probs(self) -> torch.Tensor:
-        return self._broken(self.drafting.root_log_probs())
-
-    def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        return self._broken(self.drafting.expand(parent_slots, tokens, depth))
 
 
 def possible(combination: Sequence[Any]) -> bool:
@@ -130,14 +120,13 @@ def classifier_dir() -> Path:
     return directory
 
 
-def decoded(combination: tuple[Any, ...]) -> list[Generation]:
+def decoded(*combination: Any) -> list[Generation]:
     family, *_, rows = combination
     target, _ = pair_of(family, None, **FAMILIES[family])
-    return decode_batch(target, proposer_of(combination), PROMPTS[:rows], {-1}, NEW_TOKENS)
+    return decode_batch(target, proposer_of(*combination), PROMPTS[:rows], {-1}, NEW_TOKENS)
 
 
-def proposer_of(combination: tuple[Any, ...]) -> Proposer:
-    family, kind, policy, vocabulary, _ = combination
+def proposer_of(family: str, kind: str, policy: Any, vocabulary: str, rows: int) -> Proposer:
     drafter_kind = kind.removesuffix(" in bfloat16")
     drafter_kind = drafter_kind if drafter_kind in DRAFTERS else "eagle3"
     target, drafter = pair_of_kind(drafter_kind, family, 120 if "draft" in vocabulary else None, **FAMILIES[family])
@@ -160,9 +149,7 @@ def proposer_of(combination: tuple[Any, ...]) -> Proposer:
     if kind.startswith("causal_lm"):
         drafting: Drafting = CausalLMDrafting(blurred(family), smaller)
     else:
-        drafting = FeatureDrafting(drafter, smaller)
-    if "NaN" in kind:
-        drafting = BrokenNow(drafting)
+        drafting = (BrokenNow if "NaN" in kind else FeatureDrafting)(drafter, smaller)
     if kind == "hierarchy":
         inner = PolicyProposer(drafting, policy_of(TreeSection(policy=policy, **settings)))
         return HierarchicalProposer(blurred(family), inner, 4)
@@ -170,10 +157,6 @@ def proposer_of(combination: tuple[Any, ...]) -> Proposer:
     if kind not in BESIDE_SAM:
         return proposer
     return beside(proposer, misleading(expected_of(family), target.vocab_size), 2, "fused" in kind)
-
-
-def name_of(combination: tuple[Any, ...]) -> str:
-    return ", ".join(map(str, combination))
 
 
 def is_fast(family: str, proposer: str, policy: str, vocabulary: str, rows: int) -> bool:
@@ -186,19 +169,19 @@ def is_fast(family: str, proposer: str, policy: str, vocabulary: str, rows: int)
 FEW = list(meeting([each for each in EVERYTHING if is_fast(*each)], 1))
 
 
-@pytest.mark.parametrize("combination", FEW, ids=name_of)
+@pytest.mark.parametrize("combination", FEW, ids=lambda each: ", ".join(map(str, each)))
 def test_a_few_combinations(combination: tuple[Any, ...]) -> None:
-    answers = decoded(combination)
+    answers = decoded(*combination)
     assert [answer.token_ids for answer in answers] == expected_of(combination[0])[: len(answers)]
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_rounded_weights_draft_nearly_as_well(kind: str) -> None:
-    def accepted(proposer: str) -> int:
-        answers = decoded(("llama", proposer, "eagle2", "full", 3))
-        return sum(sum(answer.accepted_per_round) for answer in answers)
-
-    assert accepted(f"{kind} in bfloat16") > 0.9 * accepted(kind) > 36
+    rounded, whole = (
+        sum(sum(answer.accepted_per_round) for answer in decoded("llama", proposer, "eagle2", "full", 3))
+        for proposer in (f"{kind} in bfloat16", kind)
+    )
+    assert rounded > 0.9 * whole > 36
 
 
 @pytest.mark.slow
@@ -207,32 +190,25 @@ def test_many_combinations(family: str) -> None:
     own = [combination[1:] for combination in EVERYTHING if combination[0] == family]
     wrong, accepted = [], 0
     for others in own if family == "llama" else meeting(own, 3):
-        answers = decoded((family, *others))
+        answers = decoded(family, *others)
         accepted += sum(sum(answer.accepted_per_round) for answer in answers)
         if [answer.token_ids for answer in answers] != expected_of(family)[: len(answers)]:
-            wrong.append(name_of((family, *others)))
+            wrong.append(others)
     assert not wrong
     assert accepted > 1000  # the drafters are right often enough for this to mean something
 
 
 def test_what_cannot_be_queued_is_told() -> None:
-    target, stops = Target(make_target("gpt2", **FAMILIES["gpt2"])), (4,)  # of 64 positions
-
-    def run(*requests: Request | None, rows: int = 2, sampling: Sampling = GREEDY) -> None:
-        list(decode_queue(target, None, iter(requests), stops, rows, sampling))
-
-    good, draws = Request(0, PROMPTS[0], 3), SeededDraws(0, 0)
-    for bad, message in (
+    target, good = Target(make_target("gpt2", **FAMILIES["gpt2"])), Request(0, PROMPTS[0], 3)  # of 64 positions
+    cases: list[tuple[list[Request | None], str]] = [
         ([Request(1, [], 3)], "prompts of one token or more"),
         ([good, Request(1, PROMPTS[0], 0)], "max_new_tokens of 1 or more"),
         ([Request(1, PROMPTS[0], 64)], "exceed the target's 64 positions"),
-        ([good, Request(1, PROMPTS[0], 3, draws)], "1 of 2 requests have draws"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            run(*bad)
-    with pytest.raises(ValueError, match="one row or more"):
-        run(good, rows=0)
-    with pytest.raises(ValueError, match="sampling needs draws"):
-        run(good, sampling=Sampling(1.0))
-    with pytest.raises(RuntimeError, match="wait for an answer, but none is being written"):
-        run(None)
+        ([good, Request(1, PROMPTS[0], 3, SeededDraws(0, 0))], "1 of 2 requests have draws"),
+        ([None], "wait for an answer, but none is being written"),
+        ([good], "sampling needs draws"),
+    ]
+    for requests, message in cases:
+        sampling = Sampling(1.0) if "sampling" in message else GREEDY
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            list(decode_queue(target, None, iter(requests), (4,), 2, sampling))

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,19 +22,14 @@ from draftsmith.eval.decoding.policies import (
 )
 from draftsmith.eval.decoding.stopping import Ddd, Svip, SvipTree
 from draftsmith.models.draft_tree import Committed
-from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
-from draftsmith.recipes.sections.eval import C2tSection, DddSection, SvipSection, TreeSection
+from draftsmith.models.sampling import Sampling, SeededDraws
+from draftsmith.recipes.sections.eval import C2tSection, TreeSection
 from tests import reference
 from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, linear_classifier, linear_confidence, paths_of, roots
 
 # Each policy with its slow twin, in random sizes.
 
 Twin = Callable[[Table], tuple[list[Nodes], int]]
-
-
-def chain_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
-    tokens = chance.randint(1, 7)
-    return Chain(tokens), lambda table: reference.likeliest_chain(table, tokens)
 
 
 def svip_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
@@ -85,7 +81,10 @@ def c2t_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
 
 
 CASES = {
-    "chain": chain_case,
+    "chain": lambda chance: (
+        Chain(tokens := chance.randint(1, 7)),
+        lambda table: reference.likeliest_chain(table, tokens),
+    ),
     "svip": svip_case,
     "static": static_case,
     "eagle2": eagle2_case,
@@ -206,9 +205,6 @@ def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, coun
     assert torch.equal(tokens[0, :2], expected.indices[0, :2])
 
 
-# One policy at a time.
-
-
 def test_svip_stops_above_six_tenths_of_a_nat_and_keeps_the_uncertain_token() -> None:
     """c = 0.15, h = 0.3: the boundary lies at 0.6 nats, which two tokens have at p = 0.71239."""
 
@@ -222,35 +218,6 @@ def test_svip_stops_above_six_tenths_of_a_nat_and_keeps_the_uncertain_token() ->
     assert Chain(40, Svip()).grow(Scripted([Table(0, sharpness=(1e5,))]), roots(1))[1] == [40]
 
 
-@pytest.mark.parametrize("paths", [((0,), (0,)), ((0,), (1, 0)), ((0, 0),)])
-def test_a_static_tree_refuses_paths_that_are_no_tree(paths: tuple[Nodes, ...]) -> None:
-    with pytest.raises(ValueError, match="paths"):
-        StaticTree(paths).grow(Scripted([Table(0)]), roots(1))
-
-
-# Waiting for the device.
-
-
-def test_the_proposer_draws_by_the_rows_that_go_on() -> None:
-    """What else it does round after round is tests/eval/test_rounds.py's matter."""
-    tables, policy = [Table(row) for row in range(2)], Chain(3, None, Sampling(1.0))
-    drafting = Scripted(tables)
-    proposer = PolicyProposer(drafting, policy)
-    proposer.set_rows([], 2, [SeededDraws(0, 1), SeededDraws(0, 2)])
-    proposer.set_rows([1], 1, [SeededDraws(0, 0)])
-    proposer.observe(Committed(None, [[9, 8, 2], [7, 0]], torch.zeros(2, 2, 1), [2, 1]))  # type: ignore[arg-type]
-    assert drafting.seen[:2] == [("rows", [], 2), ("rows", [1], 1)]
-    tree, _ = proposer.propose()
-    proposer.set_rows([1])
-    drafting.tables = [tables[1]]
-    proposer.observe(Committed(None, [[7, 0]], torch.zeros(1, 1, 1), [1]))  # type: ignore[arg-type]
-    again, _ = proposer.propose()
-    draws = SeededDraws(0, 0)  # of the row that was admitted
-    for drawn in (tree.tokens[1], again.tokens[0]):
-        alone, _ = policy.grow(Scripted([tables[1]]), roots(1), [draws])
-        assert torch.equal(alone.tokens[0], drawn)
-
-
 class OnePass(Scripted):
     """Drafts all levels in one forward pass, as block drafters do."""
 
@@ -258,48 +225,35 @@ class OnePass(Scripted):
         return min(levels, 1)
 
 
-@pytest.mark.parametrize("drafter", [Scripted, OnePass])
-def test_the_drafter_counts_its_passes_and_the_policy_its_levels(drafter: type[Scripted]) -> None:
+def test_the_drafter_counts_its_passes_and_the_policy_its_levels() -> None:
     sharp, flat = Table(0, sharpness=(1e5,)), Table(0, sharpness=(0.1,))  # all of a chain, and its first token alone
-    proposer = PolicyProposer(drafter([sharp, flat]), Chain(5, Svip()))
+    proposer = PolicyProposer(OnePass([sharp, flat]), Chain(5, Svip()))
     proposer.observe(Committed(None, [[0], [2]], torch.zeros(2, 1, 1), [1, 1]))  # type: ignore[arg-type]
     tree, calls = proposer.propose()
-    assert tree.tried == [5, 1]
-    assert calls == ([1, 1] if drafter is OnePass else [5, 1])
+    assert (tree.tried, calls) == ([5, 1], [1, 1])
 
 
 # What a recipe's `tree` section describes.
 
 
-TREES: dict[str, tuple[TreeSection, TreePolicy]] = {
-    "default": (TreeSection(), Eagle2(60, 8, 10)),
-    "chain": (TreeSection(policy="chain", nodes=4), Chain(3)),
-    "svip": (TreeSection(policy="svip", svip=SvipSection(c=0.2, h=0.4)), Chain(40, Svip(0.2, 0.4))),
-    "static": (TreeSection(policy="static", paths=[[0], [0, 1]]), StaticTree(((0,), (0, 1)))),
-    "eagle2": (TreeSection(nodes=20, draft_calls=4, top_k=5), Eagle2(20, 4, 5)),
-    "ddd": (TreeSection(policy="ddd"), Eagle2(60, 11, 10, Ddd(-0.3, (5, 7, 9)))),
-    "ddd every": (
-        TreeSection(policy="ddd", ddd=DddSection(threshold=-1.0, at="every")),
-        Eagle2(60, 11, 10, Ddd(-1.0, "every")),
-    ),
-    "svip_tree": (TreeSection(policy="svip_tree"), Eagle2(60, 11, 10, SvipTree(0.15, 0.3))),
-}
+DRAWN = Sampling(0.7)  # of the answers; chains are drawn only where the recipe says so
+TREES: list[tuple[dict[str, Any], TreePolicy]] = [
+    ({}, Eagle2(60, 8, 10)),
+    ({"nodes": 20, "draft_calls": 4, "top_k": 5}, Eagle2(20, 4, 5)),
+    ({"policy": "chain", "nodes": 4}, Chain(3)),
+    ({"policy": "chain", "draw": "sampled"}, Chain(5, None, DRAWN)),
+    ({"policy": "svip", "svip": {"c": 0.2, "h": 0.4}}, Chain(40, Svip(0.2, 0.4))),
+    ({"policy": "svip", "draw": "sampled"}, Chain(40, Svip(), DRAWN)),
+    ({"policy": "static", "paths": [[0], [0, 1]]}, StaticTree(((0,), (0, 1)))),
+    ({"policy": "ddd"}, Eagle2(60, 11, 10, Ddd(-0.3, (5, 7, 9)))),
+    ({"policy": "ddd", "ddd": {"threshold": -1.0, "at": "every"}}, Eagle2(60, 11, 10, Ddd(-1.0, "every"))),
+    ({"policy": "svip_tree"}, Eagle2(60, 11, 10, SvipTree(0.15, 0.3))),
+]
 
 
-@pytest.mark.parametrize(("tree", "policy"), TREES.values(), ids=TREES)
-def test_a_recipe_s_section_becomes_its_policy(tree: TreeSection, policy: TreePolicy) -> None:
-    assert policy_of(tree) == policy
-
-
-def test_chains_are_drawn_only_where_the_recipe_says_so() -> None:
-    sampling = Sampling(0.7)
-    assert policy_of(TreeSection(policy="chain"), sampling) == Chain(5)
-    assert policy_of(TreeSection(policy="chain", draw="sampled"), sampling) == Chain(5, None, sampling)
-    assert policy_of(TreeSection(policy="svip", draw="sampled"), sampling) == Chain(40, Svip(), sampling)
-    assert policy_of(TreeSection(policy="chain", draw="sampled"), GREEDY) == Chain(5)
-
-
-def test_c2t_of_a_recipe(tmp_path: Path) -> None:
+def test_a_recipe_s_section_becomes_its_policy(tmp_path: Path) -> None:
+    for tree, policy in TREES:
+        assert policy_of(TreeSection.model_validate(tree), DRAWN) == policy
     linear_classifier(1, 2, 3, 4).save(tmp_path)
     policy = policy_of(TreeSection(policy="c2t", c2t=C2tSection(classifier=str(tmp_path), beta=0.4)))
     assert isinstance(policy, C2T)

@@ -96,7 +96,7 @@ class Rows(RuleBasedStateMachine):
         chance, count = random.Random(seed), len(self.texts)
         self.change(chance.sample(range(count), chance.randint(1, count)), 0)
 
-    @precondition(lambda self: self.texts and None not in self.read)
+    @precondition(lambda self: hasattr(self.subject, "rollback") and self.texts and None not in self.read)
     @rule(seed=SEEDS)
     def rollback(self, seed: int) -> None:
         """Rows lose nothing, a few positions, or all, and go on otherwise."""

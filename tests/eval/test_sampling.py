@@ -106,44 +106,30 @@ def test_processed_probabilities_equal_their_slow_twin(sampling: Sampling) -> No
         torch.testing.assert_close(got, torch.tensor(wanted), atol=1e-6, rtol=1e-5)
 
 
-def test_greedy_is_all_mass_on_the_first_best_token() -> None:
-    assert GREEDY.probabilities(torch.tensor([[1.0, 3.0, 3.0]])).tolist() == [[0.0, 1.0, 0.0]]
-
-
 @pytest.mark.parametrize("temperature", [1e-4, 1e-40, 5e-324])
 @pytest.mark.parametrize("others", [{}, {"top_p": 0.9, "top_k": 4}], ids=["alone", "top-p and top-k"])
 def test_temperatures_towards_0_leave_the_best_tokens(temperature: float, others: dict[str, Any]) -> None:
     logits = torch.tensor([[-50.0, 3e4, 7.0, -1e-3], [2.0, 9.0, 9.0, -torch.inf], [-3.0, -2e4, -2.9, -9.0]])
     expected = [[0, 1, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 1, 0]]
     assert Sampling(temperature, **others).probabilities(logits).tolist() == expected
+    assert GREEDY.probabilities(logits)[1].tolist() == [0, 1, 0, 0]  # the first of the best
+    assert torch.equal(Sampling(2).probabilities(logits), Sampling(2.0).probabilities(logits))
 
 
-def test_great_temperatures_level_everything() -> None:
+def test_numbers_out_of_range_are_refused() -> None:
+    nan, inf = float("nan"), float("inf")
+    wrong = {"temperature": (-1.0, nan, inf), "top_p": (0.0, -0.5, 1.5, nan), "top_k": (-1, 2.5)}
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"^{name}: "):
+                Sampling(**{name: value})
     assert Sampling(1e300).probabilities(torch.tensor([[3.0, -9.0]])).tolist() == [[0.5, 0.5]]
-
-
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        *(({"temperature": value}, "temperature: ") for value in (-1.0, float("nan"), float("inf"))),
-        *(({"top_p": value}, "top_p: ") for value in (0.0, -0.5, 1.5, float("nan"))),
-        *(({"top_k": value}, "top_k: ") for value in (-1, 2.5)),
-    ],
-)
-def test_numbers_out_of_range_are_refused(values: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=f"^{named}"):
-        Sampling(**values)
 
 
 def test_numbers_of_a_generation_config_are_checked() -> None:
     with pytest.raises(UserError, match=r"generation_config\.json has top_p: 0\.0 .* set data\.generator\.top_p"):
         resolve_sampling(None, None, None, GenerationConfig(top_p=0.0))
     assert resolve_sampling(None, 0.5, None, GenerationConfig(top_p=0.0, top_k=-1)) == Sampling(1.0, 0.5, 0)
-
-
-def test_a_whole_number_is_a_temperature() -> None:
-    logits = torch.tensor([[1.0, 3.0]])
-    assert torch.equal(Sampling(2).probabilities(logits), Sampling(2.0).probabilities(logits))
 
 
 def test_pick_is_the_inverse_of_the_distribution_function() -> None:
@@ -189,12 +175,12 @@ def one_tree(tokens: list[int], parents: list[int], drawn_from: torch.Tensor | N
 def accept_one(tree: DraftTree, logits: torch.Tensor, sampling: Sampling, draws: Draws) -> tuple[list[int], int]:
     """Path and bonus of a single tree."""
     accepted = SampledAcceptance(sampling).accept(tree, logits[None], [draws])
-    return path_of(accepted, 0), int(accepted.bonus)
+    return path_of(accepted), int(accepted.bonus)
 
 
-def path_of(accepted: Accepted, row: int) -> list[int]:
-    length = int(accepted.length[row])
-    return list(range(length)) if accepted.path is None else accepted.path[row, :length].tolist()
+def path_of(accepted: Accepted) -> list[int]:
+    length = int(accepted.length)
+    return list(range(length)) if accepted.path is None else accepted.path[0, :length].tolist()
 
 
 def outcome(tree: DraftTree, path: list[int], bonus: int) -> tuple[int, ...]:
@@ -270,40 +256,8 @@ def test_a_round_on_a_drawn_tree_equals_the_walk_and_has_the_target_s_law(
     assert_same_law(first, dict(enumerate(p[0])))
 
 
-def uneven_batch(drawn: bool) -> tuple[DraftTree, torch.Tensor, list[tuple[DraftTree, torch.Tensor]]]:
-    """(trees of three sizes side by side, their logits, each tree alone with its logits)."""
-    chance = torch.Generator().manual_seed(3)
-    sizes, widest = [2, 5, 3], 5
-    tokens = torch.randint(VOCAB, (3, widest), generator=chance)
-    parents = [list(range(-1, widest - 1)) if drawn else [-1, 0, 0, 1, 2]] * 3
-    logits = torch.randn(3, widest, VOCAB, generator=chance)
-    q = torch.rand(3, widest, VOCAB, generator=chance).softmax(-1) if drawn else None
-    for row, size in enumerate(sizes if q is not None else []):
-        q[row, size - 1 :] = 0  # type: ignore[index]
-    together = DraftTree(tokens, torch.tensor(parents), widest - 1, sizes=torch.tensor(sizes), drawn_from=q)
-    alone = [
-        (
-            one_tree(tokens[row, :size].tolist(), parents[row][:size], None if q is None else q[row, :size]),
-            logits[row, :size],
-        )
-        for row, size in enumerate(sizes)
-    ]
-    return together, logits, alone
-
-
-@pytest.mark.parametrize("drawn", [False, True], ids=["ranked", "drawn"])
-def test_a_tree_among_others_is_accepted_as_it_is_alone(drawn: bool) -> None:
-    """Whatever its neighbours' sizes: the same random numbers, the same path and bonus."""
-    together, logits, each_alone = uneven_batch(drawn)
-    for seed in range(20):
-        accepted = SampledAcceptance(Sampling(1.0)).accept(together, logits, [SeededDraws(seed, i) for i in range(3)])
-        for row, (alone, its_logits) in enumerate(each_alone):
-            path, bonus = accept_one(alone, its_logits, Sampling(1.0), SeededDraws(seed, row))
-            assert path_of(accepted, row) == path
-            assert int(accepted.bonus[row]) == bonus
-
-
-# The whole loop: the law of the first tokens of an answer.
+# The whole loop: the law of the first tokens of an answer. That trees are accepted beside others as they are alone is
+# tests/eval/test_side_by_side.py's matter.
 
 
 def small_pair(draft_ids: list[int] | None, seed: int = 2) -> tuple[Target, Eagle3Drafter]:
@@ -429,25 +383,16 @@ def test_answers_drafted_by_every_kind_have_the_target_s_law(proposer: str, kind
     drafter = untaught(kind, target)
     cut = DraftVocab(torch.tensor([0, 2, 3]), VOCAB) if proposer != "chain" else None
     sampling = SAMPLINGS["T=0.5, top-k, top-p"]
-    drafting = FeatureDrafting(drafter, cut)
-    policy = {
-        "chain": Chain(3),
-        "drawn chain": Chain(3, sampling=sampling),
-        "tree": Eagle2(nodes=5, draft_calls=3, top_k=2),
-    }[proposer]
+    drawn, tree = Chain(3, sampling=sampling), Eagle2(nodes=5, draft_calls=3, top_k=2)
+    drafting = PolicyProposer(
+        FeatureDrafting(drafter, cut), {"chain": Chain(3), "drawn chain": drawn, "tree": tree}[proposer]
+    )
     prompt, length = [1, 3, 0, 1, 3], 3 if proposer == "drawn chain" else 4
 
     def answer(draws: EnumeratedDraws) -> Hashable:
-        return tuple(
-            decode(target, PolicyProposer(drafting, policy), prompt, {STOP}, length, sampling, draws).token_ids
-        )
+        return tuple(decode(target, drafting, prompt, {STOP}, length, sampling, draws).token_ids)
 
     assert_same_law(enumerate_law(answer), answers_of(target, prompt, length, sampling))
-
-
-def test_sampling_without_draws_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs draws"):
-        decode(small_pair(None)[0], None, [1, 3, 0], set(), 30, Sampling(1.0))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5])

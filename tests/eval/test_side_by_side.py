@@ -29,7 +29,7 @@ from draftsmith.recipes.sections.eval import TreeSection
 from tests.conftest import make_target
 from tests.pairs import untaught
 from tests.sam_cases import CPU, beside, corpus_of, sam_alone
-from tests.scripted_drafting import Table, linear_classifier
+from tests.scripted_drafting import Scripted, Table, linear_classifier
 from tests.thinning import meeting
 
 VOCAB, POSITIONS = 9, 32
@@ -53,33 +53,18 @@ def target_of(seed: int) -> Target:
     return Target(make_target("gpt2", 2, seed, **small, **settings), [0, 1])
 
 
-class ByRoot:
-    """A `Drafting` that reads its log-probabilities off a table, by the root and the path below it."""
+class ByRoot(Scripted):
+    """It has another table for each root."""
 
     capture_layers: tuple[int, ...] = ()
-    vocab = DraftVocab.full(VOCAB)
-    table = Table(2, VOCAB, (0.5, 2.0, 4.0))
 
-    def set_rows(self, kept: Sequence[int], new: int = 0) -> None: ...
-
-    def passes(self, levels: int) -> int:
-        return levels
-
-    def rollback(self, lengths: Sequence[int]) -> None: ...
+    def __init__(self) -> None:
+        self.of_root = [Table(root, VOCAB, (0.5, 2.0, 4.0)) for root in range(VOCAB)]
+        super().__init__(self.of_root)
+        self.vocab = DraftVocab.full(VOCAB)
 
     def observe(self, committed: Committed) -> None:
-        self.paths = [[(tokens[-1],)] for tokens in committed.tokens]
-
-    def root_log_probs(self) -> torch.Tensor:
-        return torch.stack([self.table.row(paths[0]) for paths in self.paths])
-
-    def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        found = []
-        for paths, parents, ids in zip(self.paths, parent_slots.tolist(), tokens.tolist(), strict=True):
-            new = [(*paths[parent], token) for parent, token in zip(parents, ids, strict=True)]
-            paths += new
-            found.append(torch.stack([self.table.row(path) for path in new]))
-        return torch.stack(found)
+        self.tables = [self.of_root[tokens[-1]] for tokens in committed.tokens]
 
 
 class CountedDraws(SeededDraws):
@@ -136,12 +121,6 @@ def policy(name: str, sampling: Sampling) -> TreePolicy:
     return policy_of(TreeSection.model_validate({"policy": name.removeprefix("drawn "), **TREES[name]}), sampling)
 
 
-def hierarchy(tree: str) -> HierarchicalProposer:
-    small = target_of(1)
-    inner = PolicyProposer(FeatureDrafting(untaught("eagle3", small)), policy(tree, GREEDY))
-    return HierarchicalProposer(small, inner, 4)
-
-
 def proposer_of(kind: str, tree: str, sampling: Sampling) -> Proposer:
     corpus = corpus_of([[1, 2, 1, 2, 1, 3, 1, 2], [2, 6, 4, 4, 4, 2]], VOCAB)
     if kind == "prompt lookup":
@@ -149,7 +128,9 @@ def proposer_of(kind: str, tree: str, sampling: Sampling) -> Proposer:
     if kind == "sam":
         return sam_alone(corpus, nodes=6)
     if kind.startswith("hierarchy"):
-        return hierarchy(tree) if kind == "hierarchy" else beside(hierarchy(tree), corpus, 3, False)
+        inner = PolicyProposer(FeatureDrafting(untaught("eagle3", target_of(1))), policy(tree, GREEDY))
+        hierarchy = HierarchicalProposer(target_of(1), inner, 4)
+        return hierarchy if kind == "hierarchy" else beside(hierarchy, corpus, 3, False)
     drafting: Drafting = ByRoot()
     if kind == "eagle3":
         drafting = FeatureDrafting(untaught("eagle3", target_of(0)))

@@ -24,9 +24,6 @@ from tests.decoding import decode
 MESSAGES = [{"role": "user", "content": "the cat"}]
 
 
-DEMO = Path(__file__).parents[2] / "recipes/demo_target"
-
-
 @pytest.fixture(scope="module")
 def drafter_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_untrained(tmp_path_factory.mktemp("run") / "drafter", target_dir)
@@ -39,9 +36,16 @@ def test_an_answer_is_the_target_s_own(target_dir: Path, drafter_dir: Path) -> N
     plain = decode(speculator.target, None, prompt, speculator.stop_ids, 40)
     assert answer.generation.token_ids == plain.token_ids
     assert answer.text == decode_answer(speculator.tokenizer, plain.token_ids)
-    assert answer.tau is not None
-    assert answer.tau >= 1
+    assert answer.tau is not None and answer.tau >= 1
     assert speculator.answer("the cat", max_new_tokens=40).text == answer.text
+
+    sampling, tree = Sampling(1.0, top_p=0.9), TreeSection(policy="chain", nodes=4, draw="sampled")
+    drawn = [speculator.answer(MESSAGES, 30, sampling, seed, tree).generation.token_ids for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+    speculator.proposer(TreeSection(nodes=512, top_k=100))  # trees and answers may fill all positions
+    prompt = render_prompt(speculator.tokenizer, [{"role": "user", "content": "x" * 500}])
+    speculator.answer("x" * 500, 512 - len(prompt))
 
 
 @pytest.mark.slow
@@ -59,20 +63,6 @@ def test_a_gpu_s_drafter_has_the_target_s_precision(
     assert torch.equal(after.rotary.inv_freq, before.rotary.inv_freq)
 
 
-def test_sampled_answers_follow_their_seed(target_dir: Path, drafter_dir: Path) -> None:
-    speculator = Speculator.load(TargetSection(model=str(target_dir), dtype="float32"), drafter_dir)
-    sampling, tree = Sampling(1.0, top_p=0.9), TreeSection(policy="chain", nodes=4, draw="sampled")
-
-    def drawn(seed: int) -> list[int]:
-        return speculator.answer(MESSAGES, 30, sampling, seed, tree).generation.token_ids
-
-    assert drawn(1) == drawn(1)
-    assert drawn(1) != drawn(2)
-
-
-PAGE = (DEMO.parents[1] / "docs" / "decoding.md").read_text()
-
-
 def test_the_page_s_example_runs_and_is_token_identical(
     target_dir: Path, drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -81,7 +71,8 @@ def test_the_page_s_example_runs_and_is_token_identical(
     model = TargetFiles(TargetSection(model=str(target_dir), dtype="bfloat16")).load_model()
     model.save_pretrained(tmp_path / "target")
     assert not Speculator.load(str(tmp_path / "target"), drafter_dir).token_identical
-    code = PAGE.partition("```python\n")[2].partition("```")[0]
+    page = (Path(__file__).parents[2] / "docs/decoding.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
     code = code.replace("200", "40")  # first, since the folders that follow may hold a 200 too
     places = {'"recipes/demo_target"': repr(str(tmp_path / "target")), '"runs/demo/drafter"': repr(str(drafter_dir))}
     for written, here in places.items():
@@ -94,34 +85,22 @@ def test_the_page_s_example_runs_and_is_token_identical(
 
 
 ASSISTANT = {"role": "assistant", "content": "x"}
-REFUSED: list[tuple[str, list[dict[str, Any]]]] = [
-    ("auto .* `draftsmith plan`", [{"tree": TreeSection(policy="auto")}]),
-    ("700 nodes, .* 512 positions", [{"tree": TreeSection(nodes=700, top_k=100)}]),
-    ("599 draft calls deep", [{"tree": TreeSection(policy="chain", nodes=600)}]),
-    ("tree.vocab_size: .* token_counts", [{"tree": TreeSection(vocab_size=9)}]),
-    ("give TreeSection", [{"tree": tree} for tree in ({}, {"policy": "chain"}, "chain")]),
-    ("give Sampling", [{"sampling": sampling} for sampling in (0.7, {"temperature": 0.7}, None)]),
-    ("max_new_tokens: ", [{"max_new_tokens": count} for count in (0, -1, 2.5, "4", None, True)]),
-    ("512 positions", [{"max_new_tokens": 600}]),
-    ("seed: ", [{"seed": seed} for seed in ("x", 1.5, None)]),
-    ("cannot be asked", [{"question": [{"role": "user", "content": [{"type": "image"}]}]}]),
-    (
-        "question: ",
-        [
-            {"question": each}
-            for each in (None, 5, b"x", [], ["x"], [None], MESSAGES[0], [ASSISTANT | {"role": "User"}])
-        ],
-    ),
-    ("ends with a question", [{"question": [*MESSAGES, ASSISTANT]}]),
+NO_QUESTION = "question: .* end with a question"
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("auto .* `draftsmith plan`", {"tree": TreeSection(policy="auto")}),
+    ("700 nodes, .* 512 positions", {"tree": TreeSection(nodes=700, top_k=100)}),
+    ("599 draft calls deep", {"tree": TreeSection(policy="chain", nodes=600)}),
+    ("tree.vocab_size: .* token_counts", {"tree": TreeSection(vocab_size=9)}),
+    ("max_new_tokens: ", {"max_new_tokens": 0}),
+    ("512 positions", {"max_new_tokens": 600}),
+    ("cannot be asked", {"question": [{"role": "user", "content": [{"type": "image"}]}]}),
+    *((NO_QUESTION, {"question": q}) for q in ([], [ASSISTANT | {"role": "User"}], [*MESSAGES, ASSISTANT])),
 ]
 
 
-@pytest.mark.parametrize(("message", "given"), REFUSED, ids=[message for message, _ in REFUSED])
-def test_what_cannot_be_asked_is_said(
-    message: str, given: list[dict[str, Any]], target_dir: Path, drafter_dir: Path
-) -> None:
+def test_what_cannot_be_asked_is_said(target_dir: Path, drafter_dir: Path) -> None:
     speculator = Speculator.load(str(target_dir), drafter_dir)
-    for arguments in given:
+    for message, arguments in REFUSED:
         with pytest.raises(UserError, match=message):
             speculator.answer(**{"question": MESSAGES, "max_new_tokens": 4} | arguments)
 
@@ -131,20 +110,8 @@ def test_what_cannot_be_loaded_is_said(target_dir: Path, drafter_dir: Path, tmp_
     save_token_counts(foreign, torch.arange(VOCAB_SIZE), "another's", [4])
     for message, arguments in (
         ("no drafter here", (target, tmp_path)),
-        ("^target: ", ({"model": "x"}, drafter_dir)),
-        ("^drafter: ", (target, None)),
-        ("^token_counts: 5", (target, drafter_dir, 5)),
         ("no such token counts", (target, drafter_dir, tmp_path / "none")),
-        ("^token_counts: .* was counted with a", (target, drafter_dir, foreign)),
+        ("token_counts: .* was counted with a", (target, drafter_dir, foreign)),
     ):
-        with pytest.raises(UserError, match=message) as raised:
+        with pytest.raises(UserError, match=message):
             Speculator.load(*cast(Any, arguments))
-        assert len(raised.value.problems) == 1 and "eval." not in str(raised.value)
-
-
-def test_answers_and_trees_may_fill_all_positions(target_dir: Path, drafter_dir: Path) -> None:
-    speculator = Speculator.load(str(target_dir), drafter_dir)
-    speculator.proposer(TreeSection(nodes=512, top_k=100))
-    long = "x" * 500
-    prompt = render_prompt(speculator.tokenizer, [{"role": "user", "content": long}])
-    speculator.answer(long, 512 - len(prompt))

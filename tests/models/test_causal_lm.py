@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from draftsmith.eval.decoding.policies import Chain, PolicyProposer
-from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
+from draftsmith.models.causal_lm import CausalLMDrafting, load_draft_model
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import make_target
@@ -44,13 +43,6 @@ def test_learned_positions_end_and_drafting_does_not_fall_over_their_edge() -> N
     for proposer in (PolicyProposer(CausalLMDrafting(small), Chain(6)), None):
         answers = decode_batch(target, proposer, prompts, {-1}, 27)
         assert [len(prompt + out.token_ids) for prompt, out in zip(prompts, answers, strict=True)] == [30, 32]
-
-
-def test_another_vocabulary_is_refused() -> None:
-    target, small = Target(make_target()), small_lm(vocab_size=300)
-    for refused in (lambda: check_vocabulary(small, target), lambda: CausalLMDrafting(small, DraftVocab.full(320))):
-        with pytest.raises(UserError, match=r"300 tokens.* 320"):
-            refused()
 
 
 def test_loading_takes_any_number_of_layers(tmp_path: Path) -> None:

@@ -141,37 +141,25 @@ def test_the_precision_is_part_of_the_target_s_identity(wide_dir: Path, tmp_path
         with pytest.raises(UserError, match=r"c\.jsonl:1: recorded from another target: quantization"):
             check_answers_before_loading(recording, mine)
         check_identity(tmp_path, theirs.identity, mine.identity)  # a drafter may draft for both
-    older = {key: value for key, value in plain.identity.items() if key not in ("adapter", "quantization")}
-    check_answers_before_loading(read_answers(write_lines(tmp_path / "c.jsonl", conversation(0, **older))), plain)
 
 
-REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "group": ({"quantization": {"group_size": 128}}, {}, "128 does not divide the 64 inputs of .*group_size"),
-    "rows": ({"quantization": "int8"}, {"intermediate_size": 40}, "reads 16 inputs at a time, and .*down_proj has 40"),
-    "blocks": ({"quantization": INT4}, {"num_key_value_heads": 1, "head_dim": 8}, "packs 16 outputs .*k_proj has 8"),
-    "already": (
-        {"quantization": "int8"},
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        r"quantised already \(gptq\)",
-    ),
-    "no linear layers": ({"quantization": "int8"}, {"family": "gpt2"}, "gpt2 hold no linear layers"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_quantised_is_refused_before_weights_are_read(
-    case: str, wide_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wide_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, changed, message = REFUSED[case]
     shutil.copytree(wide_dir, tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    if "family" in changed:
-        make_target(changed["family"]).config.save_pretrained(tmp_path)
-    else:
-        (tmp_path / "config.json").write_text(json.dumps(config | changed))
+    config, gpt2 = json.loads((tmp_path / "config.json").read_text()), make_target("gpt2").config.to_dict()
     monkeypatch.setattr(TargetFiles, "read_model", lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(UserError, match=message):
-        TargetFiles(section_of(tmp_path, **settings)).load_model()
+    precisions: list[tuple[Any, dict[str, Any], str]] = [
+        ({"group_size": 128}, config, "128 does not divide the 64 inputs of .*group_size"),
+        ("int8", config | {"intermediate_size": 40}, "reads 16 inputs at a time, and .*down_proj has 40"),
+        (INT4, config | {"num_key_value_heads": 1, "head_dim": 8}, "packs 16 outputs .*k_proj has 8"),
+        ("int8", config | {"quantization_config": {"quant_method": "gptq"}}, r"quantised already \(gptq\)"),
+        ("int8", gpt2, "gpt2 hold no linear layers"),
+    ]
+    for precision, written, message in precisions:
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        with pytest.raises(UserError, match=message):
+            TargetFiles(section_of(tmp_path, quantization=precision)).load_model()
 
 
 def test_a_machine_without_kernels_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,13 +224,11 @@ def test_rows_of_another_precision_have_their_own_plain_decoding(place: Path, tm
         assert rows[name]["matches_target"] is all(same)
         assert all(same) or name == "eagle3, int8 target"  # float32 is exact, int8 kernels need not be
     assert [rows[name].get("quantization") for name in own] == ["int8", "fake int8", None]
-    # The small model is the target in int8, so the target accepts most of what it wrote.
     hierarchy = rows["hierarchy"]
-    assert hierarchy["inner_tau"] >= 1 and hierarchy["tau"] > 2
+    assert hierarchy["tau"] > 2  # its small model is the target in int8
     assert hierarchy["hierarchy"] == {"draft_model": str(target_dir), "quantization": "int8", "min_draft_length": 3}
     inner = [line["inner_accepted"] for line in lines if line["contender"] == "hierarchy"]
     assert hierarchy["inner_tau"] == pytest.approx(sum(map(sum, inner)) / sum(map(len, inner)) + 1, abs=1e-3)
-    assert hierarchy["draft_calls_per_round"] >= 3
     page = Page((tmp_path / "report.html").read_text()).text
     assert f"Tokens per verification by the small model: hierarchy {hierarchy['inner_tau']:.2f}." in page
 

@@ -56,9 +56,6 @@ def test_usable_positions_end_where_the_rotation_changes(family: str, settings: 
 
 BASE = {"rope_theta": 5000.0}
 YARN = BASE | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
-FEW = "llama, default", "llama, yarn", "glm4_moe, half dynamic", "phi3, part longrope", "gemma4"
-
-
 ROTATIONS: dict[str, dict[str, Any]] = {
     **{name: BASE | {"rope_type": name, "factor": 4.0} for name in ("linear", "dynamic")},
     "default": BASE | {"rope_type": "default"},
@@ -94,7 +91,10 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", a_few(TARGETS, *FEW))
+@pytest.mark.parametrize(
+    "name",
+    a_few(TARGETS, "llama, default", "llama, yarn", "glm4_moe, half dynamic", "phi3, part longrope", "gemma4"),
+)
 def test_a_drafter_is_trained_drafts_and_is_exported_whatever_rotation_its_target_has(name: str) -> None:
     family, settings = TARGETS[name]
     target = Target(make_target(family, **settings))
@@ -130,36 +130,28 @@ def test_up_to_where_longrope_changes_nothing_depends_on_neighbours_or_drafts() 
 
     prompts, budgets = [row[:n] for row, n in zip(rows, (24, 20, 4), strict=True)], [8, 12, 28]
     expected = [greedy(target, prompt, budget) for prompt, budget in zip(prompts, budgets, strict=True)]
-    drafter = PolicyProposer(FeatureDrafting(untaught("eagle3", target)), Eagle2(nodes=12, draft_calls=5, top_k=4))
-    for proposer in (None, PromptLookup(6, target.device), drafter):
+    tree = Eagle2(nodes=12, draft_calls=5, top_k=4)
+    drafter = PolicyProposer(FeatureDrafting(untaught("eagle3", target)), tree)
+    small = PolicyProposer(CausalLMDrafting(Target(make_target(rope_parameters=LONGROPE, seed=1))), tree)
+    for proposer in (None, PromptLookup(6, target.device), drafter, small):
         answers = decode_batch(target, proposer, prompts, {-1}, budgets)
         assert [answer.token_ids for answer in answers] == expected
     with pytest.raises(ValueError, match="24 prompt tokens and 9 new ones exceed the target's 32 positions"):
         decode_batch(target, None, prompts[:1], {-1}, 9)
-    small = CausalLMDrafting(Target(make_target(rope_parameters=LONGROPE, seed=1)))
-    answers = decode_batch(
-        target, PolicyProposer(small, Eagle2(nodes=12, draft_calls=5, top_k=4)), prompts, {-1}, budgets
-    )
-    assert [answer.token_ids for answer in answers] == expected
 
 
-@pytest.mark.parametrize(
-    ("rope", "reason"),
-    [
+def test_a_target_with_a_rotation_that_cannot_be_is_refused_from_its_config(tmp_path: Path) -> None:
+    for rope, reason in (
         (LONGROPE | {"original_max_position_embeddings": None}, "original_max_position_embeddings None"),
         (YARN | {"factor": "x"}, "factor 'x' .* not a number above 0"),
         (ROTATIONS["linear"] | {"factor": None}, "null for factor"),
         (BASE | {"rope_type": "banana"}, "cannot build a llama .*'banana'"),
-    ],
-)
-def test_a_target_with_a_rotation_that_cannot_be_is_refused_from_its_config(
-    tmp_path: Path, rope: dict[str, Any], reason: str
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(make_config().to_dict() | {"rope_parameters": rope}))
-    section = TargetSection(model=str(tmp_path))
-    with pytest.raises(UserError, match=reason):
-        Eagle3Config.for_target(TargetFiles(section).config, 320, (1, 2, 3), 320)
-        _ = TargetFiles(section).size
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(make_config().to_dict() | {"rope_parameters": rope}))
+        files = TargetFiles(TargetSection(model=str(tmp_path)))
+        with pytest.raises(UserError, match=reason):
+            Eagle3Config.for_target(files.config, 320, (1, 2, 3), 320)
+            _ = files.size
 
 
 def test_a_drafter_takes_the_rotation_of_full_attention() -> None:

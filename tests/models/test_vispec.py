@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.replay.answers import RecordedAnswer
@@ -109,13 +110,15 @@ def laid_out(prompts: Sequence[Prompt], packed: bool) -> tuple[torch.Tensor, tor
     return ids, span, Documents(position, places) if packed else None, inserts
 
 
-def states_of(drafter: FeatureDrafter, prompts: Sequence[Prompt], packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def states_of(
+    drafter: FeatureDrafter, prompts: Sequence[Prompt], packed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     ids, _, documents, inserts = laid_out(prompts, packed)
     states = small_target().states(ids, drafter.config.capture_layers, documents, inserts)
     return states.captured, states.last
 
 
-def inputs_of(drafter: FeatureDrafter, prompts: Sequence[Prompt], packed: bool) -> DecoderInputs:
+def inputs_of(drafter: FeatureDrafter, prompts: Sequence[Prompt], packed: bool = False) -> DecoderInputs:
     ids, _, documents, inserts = laid_out(prompts, packed)
     return embedder_of(drafter).inputs(ids, None if documents is None else documents.position, inserts, drafter.dtype)
 
@@ -201,21 +204,11 @@ def test_checkpointed_steps_and_bfloat16_teach_the_same() -> None:
 
 def committed(drafter: FeatureDrafter, prompts: Sequence[Prompt], before: list[int], read: list[int]) -> Committed:
     """Positions before[b] to read[b] - 1 of each row, the token behind them the root."""
-    captured, _ = states_of(drafter, prompts, packed=False)
-    counts = [end - start for start, end in zip(before, read, strict=True)]
-    features = torch.full((len(prompts), max(counts), captured.shape[2]), 1e3)
-    for row, (start, count) in enumerate(zip(before, counts, strict=True)):
-        features[row, :count] = captured[row, start : start + count]
+    captured, _ = states_of(drafter, prompts)
+    rows = [captured[row, start:end] for row, (start, end) in enumerate(zip(before, read, strict=True))]
+    features = pad_sequence(rows, batch_first=True, padding_value=1e3)
     tokens = [list(prompt.token_ids[: end + 1]) for prompt, end in zip(prompts, read, strict=True)]
-    return Committed(embedder_of(drafter), tokens, features, counts, prompts)
-
-
-def chain(drafting: FeatureDrafting, rows: Sequence[Prompt], read: list[int], steps: int) -> list[torch.Tensor]:
-    found = [drafting.root_log_probs()]
-    for depth in range(1, steps):
-        tokens = torch.tensor([[row[end + depth]] for row, end in zip(rows, read, strict=True)])
-        found.append(drafting.expand(torch.full((len(rows), 1), depth - 1), tokens, depth)[:, 0])
-    return found
+    return Committed(embedder_of(drafter), tokens, features, [len(row) for row in rows], prompts)
 
 
 @each_case
@@ -224,37 +217,35 @@ def test_decoding_drafts_what_the_unroll_drafts(name: str) -> None:
     drafter = drafter_with_eyes(name)
     prompts, steps = make_prompts(), 3
     ends = [len(prompt) - 1 - steps for prompt in prompts]
-    captured, _ = states_of(drafter, prompts, packed=False)
+    captured, _ = states_of(drafter, prompts)
     expected = []
     with torch.no_grad():
         for row, (prompt, end) in enumerate(zip(prompts, ends, strict=True)):
             states = captured[row : row + 1, : len(prompt)].clone()
             states[:, end:] = 1e3  # of what is drafted, no state is ever read
-            outputs = unroll(drafter, states, inputs_of(drafter, [prompt], False), column_alone(end - 1, steps), steps)
+            outputs = unroll(drafter, states, inputs_of(drafter, [prompt]), column_alone(end - 1, steps), steps)
             expected.append(torch.stack([torch.log_softmax(drafter.logits(output[0, 0]), -1) for output in outputs]))
+    drafting, every = FeatureDrafting(drafter), list(range(len(prompts)))
 
-    def check(drafting: FeatureDrafting, order: Sequence[int]) -> None:
-        found = chain(drafting, [prompts[i] for i in order], [ends[i] for i in order], steps)
+    def check(order: Sequence[int], begin: list[int]) -> None:
+        """Goes on with these rows behind so many positions."""
+        drafting.rollback(begin)
+        read = [ends[i] for i in order]
+        drafting.observe(committed(drafter, [prompts[i] for i in order], begin, read))
+        found = [drafting.root_log_probs()]
+        for depth in range(1, steps):
+            tokens = torch.tensor([[prompts[i][ends[i] + depth]] for i in order])
+            found.append(drafting.expand(torch.full((len(order), 1), depth - 1), tokens, depth)[:, 0])
         for place, i in enumerate(order):
             mine = torch.stack([each[place] for each in found])
             torch.testing.assert_close(mine, expected[i], atol=5e-5, rtol=5e-5)
 
-    drafting, every = FeatureDrafting(drafter), list(range(len(prompts)))
     drafting.set_rows([], len(prompts))
-    drafting.observe(committed(drafter, prompts, [0] * len(prompts), ends))
-    check(drafting, every)
+    check(every, [0] * len(prompts))
     for kept in (3, 1, 2):  # positions; the next token is the picture's first one, in it, or behind it
-        starts = [min(kept + row, end - 1) for row, end in enumerate(ends)]
-        drafting.rollback(starts)
-        drafting.observe(committed(drafter, prompts, starts, ends))
-        check(drafting, every)
-    left = every[::-1][:2]
-    drafting.set_rows(left, 1)
-    order = [*left, 0]
-    begin = [ends[i] - 1 for i in left]
-    drafting.rollback([*begin, 0])
-    drafting.observe(committed(drafter, [prompts[i] for i in order], [*begin, 0], [ends[i] for i in order]))
-    check(drafting, order)
+        check(every, [min(kept + row, end - 1) for row, end in enumerate(ends)])
+    drafting.set_rows([3, 2], 1)
+    check([3, 2, 0], [ends[3] - 1, ends[2] - 1, 0])
 
 
 @pytest.mark.parametrize("base", ["eagle", "eagle3"])
@@ -275,14 +266,12 @@ def test_at_the_start_it_is_the_text_base(base: str) -> None:
     span[0, 9:] = 1
     columns = columns_of(span, 3)
     for grad in (False, True):  # with gradients, the idle adaptor takes part
-        captured, _ = states_of(drafter, [plain], False)
-        inputs = inputs_of(drafter, [plain], False)
+        captured, inputs = states_of(drafter, [plain])[0], inputs_of(drafter, [plain])
         with torch.set_grad_enabled(grad):
             found, wanted = (unroll(each, captured, inputs, columns, 3) for each in (drafter, text))
             assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
     # The picture's columns 1 to 4 are gone: column 5 follows on column 0, and token 6 on token 1.
-    captured, _ = states_of(drafter, [picture], False)
-    inputs = inputs_of(drafter, [picture], False)
+    captured, inputs = states_of(drafter, [picture])[0], inputs_of(drafter, [picture])
     states, tokens = [0, *range(5, 14)], [0, 1, *range(6, 14)]
     cut = DecoderInputs(inputs.embeddings[:, tokens], inputs.positions[:, states])
     with torch.no_grad():

@@ -60,19 +60,14 @@ def test_round_trip(size: int) -> None:
 
 def test_what_is_no_draft_vocabulary_is_refused(tmp_path: Path) -> None:
     vocab, path = DraftVocab(torch.tensor([5, 9, 10]), 12), tmp_path / "v.safetensors"
-    for d2t, message in (
-        (vocab.d2t[:2], "d2t has 2 draft tokens, t2d marks 3"),
-        (torch.tensor([5, 7, 8]), r"target token 8 by d2t and 9 by t2d \(1 of 3 differ\)"),
-        (vocab.target_ids, "d2t holds offsets"),  # ids in their place: the mistake that other exporters make
-        (torch.tensor(3), "not a vector of whole numbers"),
-        (vocab.d2t.double(), "not a vector of whole numbers"),
-    ):
-        with pytest.raises(UserError, match=message):
+    # Ids in the place of offsets are the mistake that other exporters make.
+    for d2t in (vocab.d2t[:2], torch.tensor([5, 7, 8]), vocab.target_ids, torch.tensor(3), vocab.d2t.double()):
+        with pytest.raises(UserError, match=r"^draft vocabulary: d2t and t2d .* (whole numbers|d2t holds offsets)"):
             DraftVocab.from_d2t(d2t, vocab.t2d)
     with pytest.raises(UserError, match=r"no such draft vocabulary; .*rank-vocab"):
         DraftVocab.load(path)
     save_file({"d2t": torch.zeros(3, dtype=torch.int64)}, path)
-    with pytest.raises(UserError, match="no t2d in it"):
+    with pytest.raises(UserError, match="not a draft vocabulary"):
         DraftVocab.load(path)
 
 
@@ -147,41 +142,19 @@ def test_equal_files_are_equal_bytes(tmp_path: Path) -> None:
     assert DraftVocab.load(path).same_as(DraftVocab.full(5)) and load_metadata(path) == about
 
 
-def test_token_counts_round_trip(tmp_path: Path) -> None:
-    path, counts = tmp_path / "run" / "token_counts.safetensors", torch.tensor([3, 0, 5])
-    save_token_counts(path, counts, "ab" * 32, {2, 1})
-    loaded, metadata = load_token_counts(path)
-    assert torch.equal(loaded, counts) and loaded.dtype == torch.int64
-    assert metadata == {"tokenizer_fingerprint": "ab" * 32, "counted_tokens": "8", "stop_ids": "[1, 2]"}
-    save_token_counts(path, counts + 1, "cd" * 32, [2])  # only a ranking: replaced
-    assert load_token_counts(path)[0].tolist() == [4, 1, 6]
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
-
-
 GOOD = {"tokenizer_fingerprint": "ab" * 32, "counted_tokens": "6", "stop_ids": "[4]"}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "changed", "message"),
-    [
-        ({"count": torch.tensor([1, 2, 3])}, {}, "no counts in it"),
-        ({"counts": torch.tensor([1, 2, 3])}, None, "no counted_tokens and no stop_ids and no tokenizer_fingerprint"),
-        ({"counts": torch.tensor([1.0, 2.0, 3.0])}, {}, "not an int64 vector"),
-        ({"counts": torch.tensor([5, -2, 3])}, {}, "values below 0"),
-        ({"counts": torch.tensor([0, 0])}, {"counted_tokens": "0"}, "zeros alone"),
-    ],
-)
-def test_damaged_token_counts_are_refused(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], changed: dict[str, str] | None, message: str
-) -> None:
+def test_damaged_token_counts_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "counts.safetensors"
     with pytest.raises(UserError, match=r"no such token counts; .*rank-vocab"):
         load_token_counts(path)
-    save_file(tensors, path, metadata=None if changed is None else GOOD | changed)
-    with pytest.raises(UserError, match=message) as caught:
-        load_token_counts(path)
-    assert str(path) in str(caught.value) and "draftsmith rank-vocab" in str(caught.value)
-    save_file({"counts": torch.arange(6)}, path, metadata=GOOD)
+    for values in ([1.0, 2.0, 3.0], [5, -2, 3], [0, 0], [1, 2, 3]):
+        save_file({"counts": torch.tensor(values)}, path, metadata=GOOD if values != [1, 2, 3] else None)
+        with pytest.raises(UserError, match=r"counts\.safetensors: .* `draftsmith rank-vocab`"):
+            load_token_counts(path)
+    save_token_counts(path, torch.arange(6), "ab" * 32, {4})
+    assert load_token_counts(path)[1] == GOOD | {"counted_tokens": "15"}
     assert cut_by_file(path, "ab" * 32, DraftVocab.full(6), 2, []).target_ids.tolist() == [4, 5]
     assert cut_by_file(path, "ab" * 32, DraftVocab.full(6), 2, [1]).target_ids.tolist() == [1, 4]  # the target's own
     with pytest.raises(UserError, match=r"eval\.token_counts: .* was counted .* abababab.* has cdcdcdcd"):
@@ -194,80 +167,58 @@ def test_damaged_token_counts_are_refused(
 # The script.
 
 
-class Script:
-    """rank_vocab on hand-made conversations of 12 and 40 tokens, of which the long ones are no training rows."""
-
-    def __init__(self, folder: Path, target_dir: Path) -> None:
-        chance = random.Random(1)
-        self.outputs = [
-            [*(int(chance.paretovariate(0.6)) % 200 + 5 for _ in range(35 if i % 5 == 0 else 7)), 9] for i in range(30)
-        ]
-        self.out, self.recipe = folder / "out", folder / "recipe.yaml"
-        self.write(self.outputs)
-        recipe = {"output_dir": str(self.out), "target": {"model": str(target_dir)}, "data": {"max_length": 20}}
-        self.recipe.write_text(yaml.safe_dump(recipe))
-
-    def write(self, outputs: list[list[int]]) -> None:
-        self.out.mkdir(exist_ok=True)
-        lines = []
-        for i, output in enumerate(outputs):
-            turn = {"prompt_token_ids": [2, 300 + i % 9, 4, 3], "output_token_ids": output, "finish_reason": "stop"}
-            lines.append({"id": f"c{i}", "messages": [{"role": "user", "content": "x"}], "turns": [turn]})
-        (self.out / "conversations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    def __call__(self, *arguments: str) -> None:
-        run_main(rank_vocab, self.recipe, *arguments)
-
-    def counts(self, outputs: list[list[int]]) -> Counter[int]:
-        return Counter(token for output in outputs if len(output) < 17 for token in output)
+def write_conversations(out: Path, outputs: list[list[int]]) -> None:
+    lines = []
+    for i, output in enumerate(outputs):
+        turn = {"prompt_token_ids": [2, 300 + i % 9, 4, 3], "output_token_ids": output, "finish_reason": "stop"}
+        lines.append({"id": f"c{i}", "messages": [{"role": "user", "content": "x"}], "turns": [turn]})
+    out.mkdir(exist_ok=True)
+    (out / "conversations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@pytest.fixture
-def script(tmp_path: Path, target_dir: Path) -> Script:
-    return Script(tmp_path, target_dir)
-
-
-def test_script_counts_what_training_reads(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
-    script("drafter.vocab_size=12")
-    printed, counts, fingerprint = (
-        capsys.readouterr().out,
-        script.counts(script.outputs),
-        tokenizer_fingerprint(make_tokenizer()),
-    )
+def test_the_script_counts_what_training_reads(
+    tmp_path: Path, target_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hand-made conversations of 12 and 40 tokens, of which the long ones are no training rows."""
+    chance, out, recipe = random.Random(1), tmp_path / "out", tmp_path / "recipe.yaml"
+    lengths = [35 if i % 5 == 0 else 7 for i in range(30)]
+    outputs = [[*(int(chance.paretovariate(0.6)) % 200 + 5 for _ in range(length)), 9] for length in lengths]
+    write_conversations(out, outputs)
+    content = {"output_dir": str(out), "target": {"model": str(target_dir)}, "data": {"max_length": 20}}
+    recipe.write_text(yaml.safe_dump(content))
+    run_main(rank_vocab, recipe, "drafter.vocab_size=12")
+    printed, fingerprint = capsys.readouterr().out, tokenizer_fingerprint(make_tokenizer())
+    counts = Counter(token for output in outputs if len(output) < 17 for token in output)
     best = sorted(counts.keys() - {9}, key=lambda token: (-counts[token], token))
     expected = sorted([4, *(best[:10]), 9])  # the tokenizer's stop token 4 was never seen; 9 is frequent
-    path, total = script.out / "draft_vocab.safetensors", counts.total()
+    path, total = out / "draft_vocab.safetensors", counts.total()
     vocab, metadata = DraftVocab.load(path), load_metadata(path)
     assert vocab.target_ids.tolist() == expected and vocab.target_vocab_size == VOCAB_SIZE
     covered = sum(counts[token] for token in expected) / total
     assert f"{total:,} tokens in 24 conversations; 6 records rejected" in printed and f"{covered:.2%}" in printed
     assert metadata["counted_tokens"] == str(total) and metadata["tokenizer_fingerprint"] == fingerprint
     assert float(metadata["covered_share"]) == pytest.approx(covered, abs=1e-6)
-    rejects = script.out / "conversations.training_rejects.jsonl"
+    rejects = out / "conversations.training_rejects.jsonl"
     assert [json.loads(line)["line"] for line in rejects.read_text().splitlines()] == [1, 6, 11, 16, 21, 26]
-    # What decoding cuts by: counts of the whole vocabulary, and of them what was chosen for training.
-    path = script.out / "token_counts.safetensors"
-    found, metadata = load_token_counts(path)
-    assert {token: count for token, count in enumerate(found.tolist()) if count} == counts
-    assert metadata == {"tokenizer_fingerprint": fingerprint, "counted_tokens": str(total), "stop_ids": "[4]"}
-    assert cut_by_file(path, fingerprint, DraftVocab.full(VOCAB_SIZE), 12, [4]).same_as(vocab)
     shown = dict(line.split() for line in printed.splitlines() if line.endswith("%"))
     by_count = sorted(counts.values(), reverse=True)  # the stop token, never seen, takes a place
     assert shown["32"] == f"{sum(by_count[:31]) / total:.2%}" and shown[str(VOCAB_SIZE)] == "100.00%"
-    script.write([*script.outputs, script.outputs[1]])
-    script("drafter.vocab_size=12")
-    assert load_token_counts(path)[0].sum() - found.sum() == len(script.outputs[1])
+    # What decoding cuts by: counts of the whole vocabulary, and of them what was chosen for training.
+    counts_path = out / "token_counts.safetensors"
+    found, metadata = load_token_counts(counts_path)
+    assert {token: count for token, count in enumerate(found.tolist()) if count} == counts
+    assert metadata == {"tokenizer_fingerprint": fingerprint, "counted_tokens": str(total), "stop_ids": "[4]"}
+    assert cut_by_file(counts_path, fingerprint, DraftVocab.full(VOCAB_SIZE), 12, [4]).same_as(vocab)
+    write_conversations(out, [*outputs, outputs[1]])
+    run_main(rank_vocab, recipe)
+    assert load_token_counts(counts_path)[0].sum() - found.sum() == len(outputs[1])
     assert len(rejects.read_text().splitlines()) == 6  # none twice
-
-
-def test_script_never_changes_a_mapping_under_a_drafter(script: Script) -> None:
-    path = script.out / "draft_vocab.safetensors"
-    script()
     assert DraftVocab.load(path).same_as(DraftVocab.full(VOCAB_SIZE))
-    script("drafter.vocab_size=14")
+    # Under a drafter a mapping never changes.
+    run_main(rank_vocab, recipe, "drafter.vocab_size=14")
     before = path.read_bytes()
-    (script.out / "checkpoints/step_4").mkdir(parents=True)
+    (out / "checkpoints/step_4").mkdir(parents=True)
     with pytest.raises(UserError, match=r"holds 14 draft tokens .* give 12 of 320, 12 of them .*checkpoints"):
-        script("drafter.vocab_size=12")
-    script("drafter.vocab_size=14")
+        run_main(rank_vocab, recipe, "drafter.vocab_size=12")
+    run_main(rank_vocab, recipe, "drafter.vocab_size=14")
     assert path.read_bytes() == before

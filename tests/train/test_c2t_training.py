@@ -177,7 +177,7 @@ def changed(directory: Path, **changes: Any) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (lambda d: (d / "config.json").unlink(), "config.json is missing"),
+    "no config": (lambda d: (d / "config.json").unlink(), "no C2T classifier here"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "not the weights that config.json .* describes"),
     "no json": (lambda d: (d / "config.json").write_text("{"), "not a C2T classifier's: .*JSON"),
     "a drafter": (lambda d: changed(d, kind="eagle3"), "not a C2T classifier's: kind"),
