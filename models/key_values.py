@@ -12,6 +12,7 @@ A target's slots are the nodes of a draft tree; a drafter's are its drafted colu
 Shapes: B rows, n new slots, S slots of this round so far (the new ones last), L columns looked at, A path length.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,23 +42,22 @@ class BufferKind:
 
 
 class KeyValues:
-    """The buffers of all layers.
+    """The buffers of all layers; they grow as needed.
 
     Args:
         kinds: of each layer's keys and values; None for a layer without its own.
         lengths: committed columns of each row.
-        capacity: initial number of columns; buffers grow as needed.
     """
 
     def __init__(self, kinds: Sequence[tuple[BufferKind, BufferKind] | None], lengths: Sequence[int], capacity: int):
         self.kinds, self.lengths = list(kinds), list(lengths)
-        count: dict[BufferKind, int] = {}
+        count = Counter[BufferKind]()
         self._places: list[list[tuple[BufferKind, int]]] = []  # (buffer, index in it) of each layer's keys and values
         for pair in self.kinds:
             self._places.append([])
             for kind in pair or ():
-                self._places[-1].append((kind, count.get(kind, 0)))
-                count[kind] = count.get(kind, 0) + 1
+                self._places[-1].append((kind, count[kind]))
+                count[kind] += 1
         rows = len(self.lengths)
         # [states of that kind, B or more rows, heads, capacity, head_dim]; zeros, because masks do not hide NaN.
         self._allocated = {
@@ -130,9 +130,9 @@ class KeyValues:
             visible_BnS: None: one new slot, which sees all slots. If it then sees every column, the result is None:
                 attention is faster without a mask.
         """
+        if visible_BnS is None and self.even:
+            return None
         if visible_BnS is None:
-            if self.even:
-                return None
             device = next(iter(self._buffers)).device
             visible_BnS = torch.ones((len(self.lengths), 1, self._first + 1), dtype=torch.bool, device=device)
         if self.even:
@@ -152,11 +152,10 @@ class KeyValues:
         return torch.arange(self.end, device=device).repeat(rows, 1).scatter_(1, at, slot_positions_BS)
 
     def commit(self, counts: Sequence[int], path_BA: torch.Tensor | None = None) -> None:
-        """Commits the first counts[b] slots of path_BA[b] and drops the others.
+        """Commits the first counts[b] slots of path_BA[b], in ascending order, and drops the others.
 
         Args:
-            path_BA: slots in ascending order; arbitrary behind counts[b] of them. None: slots 0, 1, 2, ..., which
-                need no move.
+            path_BA: arbitrary behind counts[b] slots. None: slots 0, 1, 2, ..., which need no move.
         """
         if path_BA is not None:
             self._gather(counts, path_BA)
@@ -189,10 +188,9 @@ class KeyValues:
             buffer[row, :, : states.shape[2]] = states[0]
 
     def set_rows(self, kept: Sequence[int], new: Sequence[int] = ()) -> None:
-        """Keeps these rows, in this order, and adds rows behind them. Rows that keep their index cost nothing.
+        """Keeps these rows, in this order, and adds rows of `new` committed columns, for `fill` to write.
 
-        Args:
-            new: numbers of committed columns, for `fill` to write.
+        Rows that keep their index cost nothing.
         """
         end = self.end  # slots before it may yet be committed
         places = [place for place, row in enumerate(kept) if row != place]

@@ -17,17 +17,12 @@ from draftsmith.models.alignment import Columns, Documents
 
 @dataclass(frozen=True)
 class SeenPicture:
-    """A picture's columns in its text, of which only the last `kept` exist.
-
-    Attributes:
-        first, end: its columns are first <= t < end.
-        vectors: [Q, H] made of the picture.
-    """
+    """A picture's columns in its text, first <= t < end, of which only the last `kept` exist."""
 
     first: int
     end: int
     kept: int
-    vectors: torch.Tensor
+    vectors: torch.Tensor  # [Q, H] made of the picture
 
     def removed_before(self, length: int) -> int:
         """Columns below `length` that do not exist."""
@@ -56,39 +51,26 @@ def columns_within(length: int, pictures: Pictures) -> int:
 
 @dataclass(frozen=True)
 class TextColumns:
-    """Consecutive columns of one text in a batch: columns before, ..., before + count - 1 of the text.
-
-    Attributes:
-        row, first: place of the first of them in the batch.
-        pictures: known so far. Drafters that compress pictures add those that reach into these columns.
-    """
+    """Columns before, ..., before + count - 1 of one text in a batch, from column `first` of row `row` on."""
 
     row: int
     first: int
     count: int
     before: int = 0
+    # Known so far. Drafters that compress pictures add those that reach into these columns.
     pictures: Pictures = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class TargetColumns:
-    """What `FeatureDrafter.fuse` and `FeatureDrafter.entry` read for the columns that exist.
+    """What `FeatureDrafter.fuse` and `FeatureDrafter.entry` read for the columns that exist."""
 
-    Attributes:
-        captured: [B, C, F] the target's states.
-        embeddings: [B, C, H] of the token behind each column's position.
-        positions: [B, C] in the text, where removed columns count, too.
-        counts: [B] columns of each row; padding stands behind them.
-        context: further arguments of `FeatureDrafter.entry`, [B, C, ...] each.
-        exists: [B, T] bool, on the CPU; None: all T do.
-    """
-
-    captured: torch.Tensor
-    embeddings: torch.Tensor
-    positions: torch.Tensor
-    counts: Sequence[int]
-    context: tuple[torch.Tensor, ...] = ()
-    exists: torch.Tensor | None = None
+    captured: torch.Tensor  # [B, C, F] the target's states
+    embeddings: torch.Tensor  # [B, C, H] of the token behind each column's position
+    positions: torch.Tensor  # [B, C] in the text, where removed columns count, too
+    counts: Sequence[int]  # [B] columns of each row; padding stands behind them
+    context: tuple[torch.Tensor, ...] = ()  # further arguments of `FeatureDrafter.entry`, [B, C, ...] each
+    exists: torch.Tensor | None = None  # [B, T] bool, on the CPU; None: all T do
 
     def renumbered(self, columns: Columns, documents: Documents | None) -> tuple[Columns, Documents | None]:
         """Counted columns and packed documents along C instead of T.
@@ -103,10 +85,10 @@ class TargetColumns:
         index = along_C.to(columns.index.device).gather(1, columns.index)
         runs = columns.known_runs
         if runs is not None:
-            before = along_C + 1 - self.exists.long()  # columns that exist to the left
-            places = [(int(before[run.row, run.start]), int(along_C[run.row, run.before])) for run in runs]
+            left = along_C + 1 - self.exists.long()  # columns that exist to the left
             runs = tuple(
-                replace(run, start=start, before=first) for run, (start, first) in zip(runs, places, strict=True)
+                replace(run, start=int(left[run.row, run.start]), before=int(along_C[run.row, run.before]))
+                for run in runs
             )
         moved = Columns(torch.where(columns.depth > 0, index, 0), columns.depth, runs)
         if documents is None:

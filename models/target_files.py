@@ -1,6 +1,5 @@
-"""What a target is, as its files tell it before any weight is read, and how it is loaded.
-
-The one place that opens a target's files: a folder's, or a Hub repository's in the Hub's cache.
+"""What a target's files tell before any weight is read, and how it is loaded. Only this module opens a target's files,
+in a folder or in the Hub's cache.
 """
 
 import copy
@@ -47,15 +46,6 @@ from draftsmith.recipes.files.hub import check_model
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.sections.target import TargetSection
 
-# Sizes far beyond those of any model.
-LARGEST = {
-    "num_hidden_layers": 10_000,
-    "hidden_size": 1_000_000,
-    "intermediate_size": 100_000_000,
-    "num_attention_heads": 100_000,
-    "vocab_size": 100_000_000,
-    "max_position_embeddings": 1_000_000_000,
-}
 BORDER = "original_max_position_embeddings"
 ROTARY_NUMBERS = ("rope_theta", "factor", BORDER, "low_freq_factor", "high_freq_factor")
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "*.bpe")  # one of them at least
@@ -68,7 +58,7 @@ class TargetFiles:
     All raise UserError where there is no such target, or none that can be used here.
 
     Args:
-        large: of a draft model, the target that it drafts for: it has that one's tokenizer, and needs no chat template.
+        large: the target that this draft model drafts for, whose tokenizer it then has.
     """
 
     def __init__(self, section: TargetSection, large: "TargetFiles | None" = None):
@@ -85,7 +75,7 @@ class TargetFiles:
 
     @cached_property
     def config(self) -> Any:
-        """The whole config, of a family that is supported (`families.attention_kinds`) and with possible sizes."""
+        """The whole config, of a family that is supported (`families.attention_kinds`)."""
         model = self.section.model
         if (Path(model) / "adapter_config.json").exists():
             raise UserError(
@@ -103,7 +93,7 @@ class TargetFiles:
             ) from error
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"target.model: no model at {model!r}: {_why_no_config(model, error)}") from error
-        _check_numbers(model, config.get_text_config(decoder=True))
+        _check_rotations(model, config.get_text_config(decoder=True))
         attention_kinds(config)
         return config
 
@@ -157,12 +147,7 @@ class TargetFiles:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """With the recipe's chat template and variables, and with what `chat` and `turn_ends` ask of a target.
-
-        Raises:
-            UserError: no tokenizer; no valid chat template; a variable that the template never reads; ordinary tokens
-                without an embedding in the model; guidance that the target cannot have.
-        """
+        """With the recipe's chat template and variables, and with what `chat` and `turn_ends` ask of a target."""
         if self.large is not None:
             return self.large.tokenizer
         section, tokenizer = self.section, self.stored_tokenizer()
@@ -192,8 +177,7 @@ class TargetFiles:
         return tokenizer
 
     def stored_tokenizer(self) -> PreTrainedTokenizerBase:
-        """A copy as it is stored, without the recipe's changes. LLaVA's has no chat template; it takes the
-        processor's."""
+        """A copy as it is stored, without the recipe's changes. LLaVA's takes the processor's chat template."""
         self._check_there()
         model = self.section.model
         try:
@@ -255,18 +239,24 @@ class TargetFiles:
 
     def save_without_weights(self, directory: Path) -> None:
         """Writes config, tokenizer and image processor, without the recipe's changes to the template."""
-        self.config.save_pretrained(directory)
+        parts = [self.config, self.generation_config, self.stored_tokenizer()]
         if is_vision_language(self.config):
             with suppress(UserError):  # without a processor it reads text only
-                self.image_processor.save_pretrained(directory)
-        self.generation_config.save_pretrained(directory)
-        self.stored_tokenizer().save_pretrained(directory)
+                parts.append(self.image_processor)
+        for part in parts:
+            try:
+                part.save_pretrained(directory)
+            except Exception as error:  # tokenizers has no kind of its own for a full disk
+                raise UserError(
+                    f"{directory}: the target's files cannot be written ({first_line(error)}); make room, or name "
+                    "another place"
+                ) from error
 
     # What tells it from other targets.
 
     @cached_property
     def changes(self) -> dict[str, Any]:
-        """What the recipe changes in the checkpoint's weights or its law."""
+        """What the recipe changes in the checkpoint's weights or its law, by name."""
         guidance = self.section.guidance
         return {
             "adapter": adapter_digest(self.section),
@@ -276,8 +266,7 @@ class TargetFiles:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What drafters (`checkpoint.check_identity`), recorded answers and stored states must agree with, as far as
-        it is known without weights."""
+        """What drafters, recorded answers and stored states must agree with, as far as it is known without weights."""
         config = self.text_config
         return {
             "model": self.section.model,
@@ -294,7 +283,7 @@ class TargetFiles:
         return self.identity | weight_digests(target)
 
     def layout(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Facts that exports of a drafter need: with them, they work without the target.
+        """Facts that exports of a drafter need, to work without the target.
 
         Args:
             dtype: the target's while the drafter was trained.
@@ -318,11 +307,7 @@ class TargetFiles:
     # Weights.
 
     def load(self, capture_layers: Sequence[int] | None = None, device: str | None = None) -> Target:
-        """The target, guided if the section says so.
-
-        Raises:
-            UserError: as `load_model`, `Target` and `unconditional_ids`.
-        """
+        """The target, guided if the section says so."""
         guidance = self.section.guidance
         if guidance is None:
             return Target(self.load_model(device), capture_layers)
@@ -330,13 +315,7 @@ class TargetFiles:
         return GuidedTarget(self.load_model(device), ids, guidance.scale, capture_layers)
 
     def load_model(self, device: str | None = None) -> Any:
-        """The model in evaluation mode, all parameters frozen, on `device` (None: the section's).
-
-        Raises:
-            UserError: nothing loadable there, an unsupported family (`families.attention_kinds`), missing weights,
-                only pickled weights (only safetensors are read), an adapter that does not fit, or a quantisation that
-                cannot be had here.
-        """
+        """The model in evaluation mode, all parameters frozen, on `device` (None: the section's)."""
         where = device_name(device or self.section.device)
         self.check_precision(where)
         if where == "cpu":
@@ -364,8 +343,7 @@ class TargetFiles:
         if missing := sorted(report["missing_keys"]):
             raise UserError(
                 f"target.model: {section.model!r} lacks {len(missing)} of its tensors ({', '.join(missing[:3])}"
-                f"{', ...' if len(missing) > 3 else ''}), which would start as random numbers; is it a causal LM's "
-                "checkpoint, whole and with its head?"
+                f"{', ...' if len(missing) > 3 else ''}); is it a causal LM's checkpoint, whole and with its head?"
             )
         return merged(loaded, section).eval().requires_grad_(False)
 
@@ -394,8 +372,7 @@ class TargetFiles:
         return {"revision": self.section.revision, "trust_remote_code": self.section.trust_remote_code}
 
     def _check_there(self) -> None:
-        """Raises UserError for a model that is neither here nor on the Hub, and for a GGUF file, or a folder that holds
-        no other model."""
+        """Raises UserError for a model that is neither here nor on the Hub, and for GGUF."""
         model = self.section.model
         path = Path(model)
         if path.suffix.lower() == ".gguf":
@@ -429,21 +406,15 @@ class TargetFiles:
 def weight_digests(target: Target) -> dict[str, str]:
     """`embedding_digest`, and `vision_digest` of a target that reads pictures.
 
-    They tell fine-tunes with embeddings, tower or projector of their own from each other, not those with other layers.
+    They tell fine-tunes with other embeddings, tower or projector from each other, not those with other layers.
     """
     vision = {} if target.vision_digest is None else {"vision_digest": target.vision_digest}
     return {"embedding_digest": tensor_digest(target.embedding_table)} | vision
 
 
-def _check_numbers(model: str, config: Any) -> None:
-    """Raises UserError for impossible sizes, before anything is built from them."""
+def _check_rotations(model: str, config: Any) -> None:
+    """Raises UserError for impossible numbers, which transformers would meet while it builds the model."""
     wrong = [
-        f"{name} {quoted(value)}, not a whole number from 1 to {most:,}"
-        for name, most in LARGEST.items()
-        if (value := getattr(config, name, None)) is not None
-        if type(value) is not int or not 1 <= value <= most
-    ]
-    wrong += [
         f"{name} {quoted(value)} among its rope_parameters, not a number above 0"
         for rope in rotations(config)
         for name in ROTARY_NUMBERS
@@ -463,10 +434,9 @@ def _why_no_config(model: str, error: Exception) -> str:
 
 
 def _without_embedding(tokenizer: PreTrainedTokenizerBase, rows: int) -> frozenset[int]:
-    """Special tokens beyond the model's embedding of so many rows.
+    """Special tokens beyond the model's embedding of so many rows. Raises UserError for ordinary tokens there.
 
-    They are common (an image token shared by a family's text models). Rendering refuses texts with one. Raises
-    UserError for ordinary tokens there.
+    They are common (an image token shared by a family's text models). Rendering refuses texts with one.
     """
     beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows}
     added = tokenizer.added_tokens_decoder

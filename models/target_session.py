@@ -45,8 +45,7 @@ def behind(decoder: nn.Module, cache: DynamicCache) -> dict[str, Any]:
 
 @functools.cache
 def _cache_argument(kind: type[nn.Module]) -> str:
-    """Newer versions of transformers have renamed it, and the old name ends with 5.40; decoders from elsewhere may keep
-    that."""
+    """Newer versions of transformers have renamed it; decoders from elsewhere may keep the old name."""
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
@@ -75,9 +74,6 @@ class TargetSession:
     """B conversations side by side, with a key/value cache that holds exactly their committed tokens.
 
     A round is `verify` (writes the trees' nodes behind the cache) then `commit` (keeps one path each, drops the rest).
-
-    Args:
-        capture: `prefill` and `verify` return the states of these layers.
     """
 
     def __init__(self, target: "Target", capture: Sequence[int] = ()):
@@ -114,14 +110,13 @@ class TargetSession:
             self.cache = DynamicCache()
             last, states = self._forward(**self._asked_in_a_group([Prompt.of(prompts[i]) for i in group]))
             layers: list[Any] = self.cache.layers
-            if number == 0 and self.buffers.kinds:
+            if number == 0 and not self.buffers.kinds:
+                pairs = [(layer.keys, layer.values) for layer in layers]
+                kinds = [None if k is None else (BufferKind.of(k), BufferKind.of(v)) for k, v in pairs]
+                self.buffers = KeyValues(kinds, lengths, max(lengths) + room)
+            elif number == 0:
                 self.buffers.set_rows(range(before), lengths)
                 self.buffers.reserve(max(lengths) + room)
-            elif number == 0:
-                kinds = [
-                    None if at.keys is None else (BufferKind.of(at.keys), BufferKind.of(at.values)) for at in layers
-                ]
-                self.buffers = KeyValues(kinds, lengths, max(lengths) + room)
             for place, i in enumerate(group):
                 logits[i] = self.target.logits(last[place : place + 1, lengths[i] - 1])
                 captured[i] = None if states is None else states[place, : lengths[i]]
@@ -137,8 +132,7 @@ class TargetSession:
         self.cache.layers = buffered
         self._inserts += [Prompt.of(prompt).inserts for prompt in prompts]
         self._moved()
-        longest = max(lengths)
-        padded = [functional.pad(s, (0, 0, 0, longest - len(s))) for s in captured if s is not None]
+        padded = [functional.pad(s, (0, 0, 0, max(lengths) - len(s))) for s in captured if s is not None]
         return torch.cat(logits), torch.stack(padded) if padded else None
 
     def _asked_in_a_group(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -174,8 +168,7 @@ class TargetSession:
 
         Args:
             depths_BS: distance of each slot of this round from the first uncommitted position, new slots last.
-            visible_BnS: the slots of this round that each new one sees, itself included. None: one new slot, which sees
-                all.
+            visible_BnS: the slots of this round that each new one sees. None: one new slot, which sees all.
         """
         buffers, count, device = self.buffers, tokens_Bn.shape[1], tokens_Bn.device
         buffers.place(depths_BS.shape[1] - count, count)
@@ -234,7 +227,7 @@ class TargetSession:
         self._moved()
 
     def _moved(self) -> None:
-        """Rows, or the beginnings that they keep of their prompts, changed."""
+        """Follows a change of rows, or of the beginnings that they keep of their prompts."""
         pictures = self.target.pictures
         if pictures is None or not pictures.has_axes:
             return

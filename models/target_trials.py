@@ -1,7 +1,7 @@
 """Trials of a loaded target on a few tokens: whether its decoder does what drafting needs.
 
 Families differ in more than their configs say. So attention, embeddings, head, draft trees and packed documents are
-each computed in two ways, and the target is refused where the two differ.
+each computed in two ways, and the target is refused (UserError) where the two differ.
 
 Shapes: Q queries, K keys.
 """
@@ -30,17 +30,11 @@ DECODER_ERRORS = (TypeError, ValueError, KeyError, AttributeError, IndexError, R
 
 @contextmanager
 def naming_bad_weights(model: Any) -> Iterator[None]:
-    """Where a trial fails, names weights that are NaN or infinite, if there are any.
-
-    Raises:
-        UserError: the trial's own, or this one.
-    """
+    """Where a trial fails, names weights that are NaN or infinite, if there are any."""
     try:
         yield
     except UserError:
-        bad = [
-            name for name, weight in model.named_parameters() if not _is_finite(getattr(weight, "ds_tensor", weight))
-        ]
+        bad = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
         if not bad:
             raise
         names = f"{', '.join(bad[:3])}{', ...' if len(bad) > 3 else ''}"
@@ -76,9 +70,6 @@ def tried_attention(model: Any) -> AttentionKinds:
 
     A config may name a window that its family's code ignores (Llama's does); masking by it would change the model. So
     the decoder, its window shortened, reads a few tokens with its own masks and with ours.
-
-    Raises:
-        UserError: as `attention_kinds`; or the decoder's own masks match neither.
     """
     kinds = attention_kinds(model.config)
     if kinds.window is None:
@@ -99,8 +90,7 @@ def tried_attention(model: Any) -> AttentionKinds:
         return read(tried.masks((distance >= 0)[None, None], distance, model.dtype))
 
     full, sliding = AttentionKinds(None, mixed=False), AttentionKinds(TRIED_WINDOW, mixed=False)
-    found: list[tuple[float, AttentionKinds]] = []
-    moved = 0.0
+    found, moved = list[tuple[float, AttentionKinds]](), 0.0
     try:
         with shortened_window(decoder, model.config.get_text_config(decoder=True), kinds.window):
             own, unmasked = read(None), by_masks_of(full)
@@ -143,9 +133,6 @@ def shortened_window(decoder: nn.Module, config: Any, window: int | None) -> Ite
 def embedding_scales(target: "Target") -> tuple[float, float]:
     """The scale of the decoder's input over rows of the embedding table, and the part of it that the decoder applies
     behind the embedding module. Also compares `states` and `logits` with a whole forward.
-
-    Raises:
-        UserError: they differ.
     """
     ids = torch.arange(8, device=target.device)[None] % target.vocab_size
     whole = target.model(input_ids=ids, use_cache=False).logits.float()
@@ -210,9 +197,8 @@ def check_trees(target: "Target") -> None:
     """Raises UserError where the decoder ignores the mask or the positions of a draft tree.
 
     A node's logits must not depend on its siblings or on its place among them. Rounding may change them a little,
-    so the effect of siblings is compared with the effect of other roots. Tokens are spread over the vocabulary and
-    the root with the largest effect counts: to a trained model, neighbouring (above all special) ids may mean the
-    same.
+    so the effect of siblings is compared with the largest effect of other roots. Tokens are spread over the
+    vocabulary: to a trained model, neighbouring (above all special) ids may mean the same.
     """
     device, vocab = target.device, target.vocab_size
     prompt, node = [vocab * i // 7 for i in (1, 2, 3)], vocab // 3
@@ -251,12 +237,9 @@ def check_trees(target: "Target") -> None:
 def working_packing(target: "Target") -> Packing:
     """The first packing method that works with this decoder.
 
-    Each method is tried with two documents, and a short window where layers slide. The effect of the first
-    document on the second is compared with its effect where nothing keeps them apart. The median over tokens
-    counts: rounding that sends a token to another expert changes that token entirely.
-
-    Raises:
-        UserError: none works.
+    Each is tried with two documents, and a short window where layers slide. The effect of the first document on the
+    second is compared with its effect where nothing keeps them apart. The median over tokens counts: rounding that
+    sends a token to another expert changes that token entirely.
     """
     tokens, window = TRIED_TOKENS, target.kinds.window
     kinds = replace(target.kinds, window=window and TRIED_WINDOW)

@@ -4,8 +4,7 @@
     template without one (GLM)        <user> Go <assistant> Yes <user> ...     it writes the next role's marker, which
                                                                                its generation config names as a stop
 
-Both are found by rendering two conversations that differ in the last answer only. Regeneration, evaluation, training
-rows, draft vocabularies and plans take their stop tokens from here.
+Both are found by rendering two conversations that differ in the last answer only.
 """
 
 from collections.abc import Sequence
@@ -45,14 +44,7 @@ class TurnEnds(NamedTuple):
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end an answer, ascending: those of the generation config, the tokenizer and the template's turns.
-
-    Args:
-        tokenizer: `TargetFiles.tokenizer`, which knows the generation config.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Tokens that end an answer, ascending: those of the generation config, the tokenizer and the template's turns."""
     if not (stops := turn_ends(tokenizer).stops):
         raise UserError(
             "target.model: neither generation_config.json nor the tokenizer names a stop token (eos_token_id), and the "
@@ -65,14 +57,11 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
     """How answers end by the tokenizer's chat template. Kept with the tokenizer."""
     named = named_stop_ids(tokenizer)
     key = tokenizer.chat_template, named
-    kept = getattr(tokenizer, _KEPT, None)
+    kept = getattr(tokenizer, "turn_ends", None)
     if kept is None or kept[0] != key:
         kept = key, _turn_ends(tokenizer, named)
-        setattr(tokenizer, _KEPT, kept)
+        tokenizer.turn_ends = kept  # type: ignore[attr-defined]
     return kept[1]
-
-
-_KEPT = "turn_ends"
 
 
 def _turn_ends(tokenizer: PreTrainedTokenizerBase, named: frozenset[int]) -> TurnEnds:
@@ -111,8 +100,7 @@ def _opening(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def _until_stop(tokenizer: PreTrainedTokenizerBase, messages: list[Any], stops: frozenset[int]) -> tuple[int, ...]:
-    """What stands between the last but one message, an answer, and the end of the next stop token; blanks may precede
-    it."""
+    """What stands between the last but one message, an answer, and the end of the next stop token but for blanks."""
     try:
         answered, followed = render(tokenizer, messages[:-1]), render(tokenizer, messages)
     except RenderError:

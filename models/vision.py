@@ -10,8 +10,8 @@ covers h rows and w columns, and only max(h, w) positions:
     height    0   1   2   2   2   3   3   3   5   6
     width     0   1   2   3   4   2   3   4   5   6
 
-Other families (LLaVA) count columns everywhere. The shift follows from a row's pictures alone: nothing here reads
-`rope_deltas`, which a model keeps for the prompt that it read last.
+Other families (LLaVA) count columns everywhere. `rope_deltas`, which a model keeps for the prompt that it read last, is
+not read here: the shift follows from a row's pictures.
 
 Qwen3-VL also adds a picture to the states behind its first layers (DeepStack, Meng et al. 2024, arXiv 2406.04334):
 
@@ -21,10 +21,8 @@ Qwen3-VL also adds a picture to the states behind its first layers (DeepStack, M
     behind layer 1            +d1 +d1 +d1 +d1 +d1 +d1
     behind layer 2            +d2 +d2 +d2 +d2 +d2 +d2
 
-Drafters read e alone; d reaches them in the target's states.
-
-All of it is the family's own: its whole model reads the picture alone up to the input of its decoder, where it is
-caught. So any family is supported that gives its decoder nothing else.
+Drafters read e alone; d reaches them in the target's states. All of it is the family's own: its whole model reads the
+picture alone up to the input of its decoder, where it is caught.
 
 Shapes: B rows, T tokens, n tokens of a picture, H hidden size, D layers that add a picture.
 """
@@ -85,11 +83,7 @@ def is_vision_language(config: Any) -> bool:
 
 
 class PictureReader:
-    """The vision part of a target. It reads each picture once, as long as the target holds it (`HELD_BYTES`).
-
-    Args:
-        model: a loaded image-text-to-text model.
-    """
+    """The vision part of a target. It reads each picture once, as long as the target holds it (`HELD_BYTES`)."""
 
     def __init__(self, model: Any):
         self.whole: Any = model.base_model
@@ -107,9 +101,8 @@ class PictureReader:
     def read(self, picture: PictureInsert) -> PictureStates:
         """The picture as the decoder reads it.
 
-        Raises:
-            UserError: it has another number of embeddings than of placeholders, or this family gives its decoder more
-                than `PictureStates` has.
+        Raises UserError if it has another number of embeddings than of placeholders, or if this family gives its
+        decoder more than `PictureStates` has.
         """
         states = self._held.pop(picture.digest, None)
         if states is None:
@@ -175,11 +168,7 @@ class PictureReader:
         )
 
     def deeper(self, ids_BT: torch.Tensor, pictures: Sequence[PlacedInsert]) -> dict[str, Any]:
-        """The decoder's arguments for what it adds to the states behind its first layers: empty if that is nothing.
-
-        Args:
-            pictures: other inserts add nothing.
-        """
+        """The decoder's arguments for what it adds to the states behind its first layers: empty if that is nothing."""
         seen_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
         added: list[torch.Tensor] = []  # in the order of `seen_BT`'s columns, row by row
         for placed in sorted(pictures, key=lambda each: (each.row, each.insert.first)):
@@ -212,11 +201,7 @@ class PictureReader:
         return positions
 
     def shift(self, inserts: Sequence[Insert], length: int) -> int:
-        """How far the positions of text are shifted behind the first `length` tokens of a prompt with these inserts.
-
-        Raises:
-            ValueError: a picture begins before that place, and ends behind it.
-        """
+        """How far the positions of text are shifted behind the first `length` tokens of a prompt with these inserts."""
         pictures = [each for each in inserts if isinstance(each, PictureInsert) and each.first < length]
         if any(each.first + each.length > length for each in pictures):
             raise ValueError(f"token {length} is inside a picture, which has no position for text behind a part of it")
@@ -224,7 +209,7 @@ class PictureReader:
 
     def _offsets(self, picture: PictureInsert) -> torch.Tensor:
         offsets = self.read(picture).offsets
-        assert offsets is not None, "asked for families with axes only"
+        assert offsets is not None  # only families with axes are asked
         return offsets
 
 
