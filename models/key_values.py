@@ -58,6 +58,7 @@ class KeyValues:
             for kind in pair or ():
                 self._places[-1].append((kind, count[kind]))
                 count[kind] += 1
+        self.device = next((kind.device for kind in count), torch.device("cpu"))
         rows = len(self.lengths)
         # [states of that kind, B or more rows, heads, capacity, head_dim]; zeros, because masks do not hide NaN.
         self._allocated = {
@@ -76,25 +77,18 @@ class KeyValues:
     def _moved(self) -> None:
         """The lengths changed."""
         self.even = min(self.lengths, default=0) == max(self.lengths, default=0)
-        self._on_devices: dict[torch.device, torch.Tensor] = {}
         self.end = max(self.lengths, default=0)
         self._written = max(self._written, self.end)
-        if not self.even:  # copied now, while the device is idle; a later copy would wait for queued work
-            for kind in self._buffers:
-                self._starts(kind.device)
+        if len(self.lengths) > 1:  # copied now, while the device is idle; a later copy would wait for queued work
+            self._starts_B1 = torch.tensor(self.lengths, device=self.device)[:, None]
+            self._rows_B1 = torch.arange(len(self.lengths), device=self.device)[:, None]
 
-    def _starts(self, device: torch.device) -> torch.Tensor:
-        """[B, 1] numbers of committed columns."""
-        if device not in self._on_devices:
-            self._on_devices[device] = torch.tensor(self.lengths, device=device)[:, None]
-        return self._on_devices[device]
-
-    def positions(self, count: int, device: torch.device, first_slot: int = 0) -> torch.Tensor:
+    def positions(self, count: int, first_slot: int = 0) -> torch.Tensor:
         """[B, count] columns of slots, from `first_slot` on."""
-        if len(self.lengths) == 1:  # nothing to copy to the device, which would wait for queued work
+        if len(self.lengths) == 1:  # nothing to copy
             first = self.lengths[0] + first_slot
-            return torch.arange(first, first + count, device=device)[None]
-        return self._starts(device) + torch.arange(first_slot, first_slot + count, device=device)
+            return torch.arange(first, first + count, device=self.device)[None]
+        return self._starts_B1 + torch.arange(first_slot, first_slot + count, device=self.device)
 
     def place(self, first_slot: int, count: int) -> None:
         """Prepares to write `count` slots from `first_slot` on."""
@@ -102,7 +96,7 @@ class KeyValues:
         self.reserve(end)  # which sets `end` anew if it grows
         self.end, self._first, self.count = end, first_slot, count
         self._written = max(self._written, end)
-        self._columns: dict[torch.device, torch.Tensor] = {}
+        self._columns_Bn = None if self.even else self.positions(count, first_slot)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes [B, heads, n, head_dim] each; returns all columns up to the last one written, [B, heads, L, head_dim].
@@ -110,17 +104,11 @@ class KeyValues:
         Columns beyond a row's own hold arbitrary numbers: masks hide them (`seen`).
         """
         buffers = self._views[layer]
-        if self.even:
-            start = self.lengths[0] + self._first
-            for buffer, states in zip(buffers, (keys, values), strict=True):
-                buffer[:, :, start : self.end] = states
-        else:
-            device = keys.device
-            if device not in self._columns:
-                self._columns[device] = self.positions(self.count, device, self._first)
-            rows = torch.arange(len(self.lengths), device=device)[:, None]
-            for buffer, states in zip(buffers, (keys, values), strict=True):
-                buffer[rows, :, self._columns[device]] = states.transpose(1, 2)
+        for buffer, states in zip(buffers, (keys, values), strict=True):
+            if self._columns_Bn is None:
+                buffer[:, :, self.end - self.count : self.end] = states
+            else:
+                buffer[self._rows_B1, :, self._columns_Bn] = states.transpose(1, 2)
         return buffers[0][:, :, : self.end], buffers[1][:, :, : self.end]
 
     def seen(self, visible_BnS: torch.Tensor | None) -> torch.Tensor | None:
@@ -133,23 +121,17 @@ class KeyValues:
         if visible_BnS is None and self.even:
             return None
         if visible_BnS is None:
-            device = next(iter(self._buffers)).device
-            visible_BnS = torch.ones((len(self.lengths), 1, self._first + 1), dtype=torch.bool, device=device)
+            visible_BnS = torch.ones((len(self.lengths), 1, self._first + 1), dtype=torch.bool, device=self.device)
         if self.even:
             return functional.pad(visible_BnS, (self.lengths[0], 0), value=True)
-        device, slots = visible_BnS.device, visible_BnS.shape[2]
-        committed = torch.arange(self.end, device=device) < self._starts(device)  # [B, L]
-        at = self.positions(slots, device)[:, None].expand_as(visible_BnS)
+        committed = torch.arange(self.end, device=self.device) < self._starts_B1  # [B, L]
+        at = self.positions(visible_BnS.shape[2])[:, None].expand_as(visible_BnS)
         return committed[:, None].repeat(1, visible_BnS.shape[1], 1).scatter_(2, at, visible_BnS)
 
     def key_positions(self, slot_positions_BS: torch.Tensor) -> torch.Tensor:
         """[B, L] positions of all columns: 0, 1, 2, ... for committed ones, then the slots' given positions."""
-        device, rows = slot_positions_BS.device, len(self.lengths)
-        if self.even:
-            past = torch.arange(self.lengths[0], device=device).expand(rows, -1)
-            return torch.cat((past, slot_positions_BS), dim=1)
-        at = self.positions(slot_positions_BS.shape[1], device)
-        return torch.arange(self.end, device=device).repeat(rows, 1).scatter_(1, at, slot_positions_BS)
+        columns = torch.arange(self.end, device=self.device).repeat(len(self.lengths), 1)
+        return columns.scatter_(1, self.positions(slot_positions_BS.shape[1]), slot_positions_BS)
 
     def commit(self, counts: Sequence[int], path_BA: torch.Tensor | None = None) -> None:
         """Commits the first counts[b] slots of path_BA[b], in ascending order, and drops the others.
@@ -170,17 +152,14 @@ class KeyValues:
 
     def _gather(self, counts: Sequence[int], path_BA: torch.Tensor) -> None:
         """Moves the slots of a path to its front. All are read before any is written."""
-        if len(self.lengths) == 1:
-            first, kept = self.lengths[0], counts[0]
-            for kind, buffer in self._buffers.items():
-                source = path_BA[0, :kept].to(kind.device) + first
-                buffer[:, :, :, first : first + kept] = buffer.index_select(3, source)
-            return
-        for kind, buffer in self._buffers.items():
-            path = path_BA.to(kind.device)
-            starts, rows = self._starts(kind.device), torch.arange(len(path), device=kind.device)[:, None]
-            target = self.positions(path.shape[1], kind.device)
-            buffer[:, rows, :, target] = buffer[:, rows, :, starts + path]
+        path_BA = path_BA.to(self.device)
+        for buffer in self._buffers.values():
+            if len(self.lengths) == 1:
+                first, kept = self.lengths[0], counts[0]
+                buffer[:, :, :, first : first + kept] = buffer.index_select(3, path_BA[0, :kept] + first)
+            else:
+                source, place = self._starts_B1 + path_BA, self.positions(path_BA.shape[1])
+                buffer[:, self._rows_B1, :, place] = buffer[:, self._rows_B1, :, source]
 
     def fill(self, row: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes columns 0, 1, ... of one row and layer, [1, heads, columns, head_dim] each."""

@@ -31,7 +31,6 @@ from draftsmith.models.target_trials import (
     Packing,
     check_trees,
     embedding_scales,
-    naming_bad_weights,
     tried_attention,
     working_packing,
 )
@@ -110,8 +109,7 @@ class Target:
         self.model = model
         self.name = type(model).__name__
         self.config = model.config.get_text_config(decoder=True)
-        with naming_bad_weights(model):
-            self.kinds = tried_attention(model)
+        self.kinds = tried_attention(model)
         self.decoder = model.get_decoder()
         self.layers = decoder_layers(model)
         self.num_layers = len(self.layers)
@@ -124,9 +122,8 @@ class Target:
         self.vocab_size: int = self.head.weight.shape[0]  # type: ignore[union-attr]
         self.capture_layers = checked_capture_layers(capture_layers, self.num_layers, final=True)
         # The decoder multiplies rows of `embedding_table` by this before its first layer; 1 where it does more.
-        with naming_bad_weights(model):
-            self.embedding_scale, self.scale_behind_embedding = embedding_scales(self)  # type: ignore[arg-type]
-            check_trees(self)  # type: ignore[arg-type]
+        self.embedding_scale, self.scale_behind_embedding = embedding_scales(self)  # type: ignore[arg-type]
+        check_trees(self)  # type: ignore[arg-type]
         self._packing: Packing | None = None  # unknown until `try_documents`
 
     @property

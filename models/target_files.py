@@ -375,18 +375,13 @@ class TargetFiles:
         """Raises UserError for a model that is neither here nor on the Hub, and for GGUF."""
         model = self.section.model
         path = Path(model)
-        if path.suffix.lower() == ".gguf":
-            missing = f"no such file: {model!r}, and GGUF is not read here"
-            what = f"{model!r} is a GGUF file" if path.exists() else missing
-        elif not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
-            what = f"{model!r} holds a GGUF file ({files[0].name}) and no config.json"
-        else:
-            check_model(model, self.section.revision)
-            return
-        raise UserError(
-            f"target.model: {what}; name the folder or Hub id of the model that it was converted from, with "
-            "config.json, tokenizer and safetensors (target.quantization gives it few bits)"
-        )
+        if path.suffix.lower() == ".gguf" or (any(path.glob("*.gguf")) and not (path / "config.json").exists()):
+            raise UserError(
+                f"target.model: {model!r} is GGUF, which is not read here; name the folder or Hub id of the model that "
+                "it was converted from, with config.json, tokenizer and safetensors (target.quantization gives it few "
+                "bits)"
+            )
+        check_model(model, self.section.revision)
 
     def _why_not_loaded(self, error: Exception) -> str:
         model = self.section.model

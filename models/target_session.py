@@ -172,10 +172,7 @@ class TargetSession:
         """
         buffers, count, device = self.buffers, tokens_Bn.shape[1], tokens_Bn.device
         buffers.place(depths_BS.shape[1] - count, count)
-        if len(buffers.lengths) == 1:  # without a copy to the device
-            position_BS = depths_BS + buffers.lengths[0]
-        else:
-            position_BS = depths_BS + buffers.positions(1, depths_BS.device)
+        position_BS = depths_BS + buffers.positions(1)
         position_Bn = position_BS[:, -count:]
         distance = mask = None
         if self.target.kinds.window is not None:

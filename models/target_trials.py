@@ -28,36 +28,19 @@ Packing = Literal["attention", "masks"]
 DECODER_ERRORS = (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError)
 
 
-@contextmanager
-def naming_bad_weights(model: Any) -> Iterator[None]:
-    """Where a trial fails, names weights that are NaN or infinite, if there are any."""
-    try:
-        yield
-    except UserError:
-        bad = [name for name, weight in model.named_parameters() if not _is_finite(weight)]
-        if not bad:
-            raise
-        names = f"{', '.join(bad[:3])}{', ...' if len(bad) > 3 else ''}"
-        raise UserError(
-            f"target.model: {type(model).__name__} has {len(bad)} tensors with numbers that are not finite ({names}): "
-            f"the checkpoint is damaged, or its numbers do not fit {str(model.dtype).removeprefix('torch.')} "
-            "(target.dtype)"
-        ) from None
-
-
-def _is_finite(weight: torch.Tensor) -> bool:
-    weight = getattr(weight, "ds_tensor", weight)  # of a sharded target, this process's piece
-    known = weight.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    return not known or weight.is_meta or bool(weight.isfinite().all())
-
-
-def _check_finite(numbers: torch.Tensor, name: str, dtype: torch.dtype) -> None:
-    """Raises UserError if what a trial computes is not finite."""
-    if not numbers.isfinite().all():
-        raise UserError(
-            f"target.model: {name} computes numbers that are not finite in {str(dtype).removeprefix('torch.')}; set "
-            "target.dtype: bfloat16, or float32"
-        )
+def _check_finite(numbers: torch.Tensor, model: Any) -> None:
+    """Raises UserError if what a trial computes is not finite. Names weights that are not."""
+    if numbers.isfinite().all():
+        return
+    # Of a sharded target, this process's pieces.
+    weights = {name: getattr(weight, "ds_tensor", weight) for name, weight in model.named_parameters()}
+    read = {name: weight for name, weight in weights.items() if weight.element_size() > 1 and not weight.is_meta}
+    bad = [name for name, weight in read.items() if not weight.isfinite().all()]
+    weights_too = f", or the checkpoint is damaged: its weights are not finite ({', '.join(bad[:3])})" if bad else ""
+    raise UserError(
+        f"target.model: {type(model).__name__} computes numbers that are not finite in "
+        f"{str(model.dtype).removeprefix('torch.')}; set target.dtype: bfloat16, or float32{weights_too}"
+    )
 
 
 # Trials use a window this long, and so many tokens.
@@ -83,7 +66,7 @@ def tried_attention(model: Any) -> AttentionKinds:
     def read(mask: Any) -> torch.Tensor:
         inputs = {"input_ids": ids[None], "attention_mask": mask, "position_ids": positions[None], "use_cache": False}
         states = decoder(**inputs).last_hidden_state.float()
-        _check_finite(states, name, model.dtype)
+        _check_finite(states, model)
         return states
 
     def by_masks_of(tried: AttentionKinds) -> torch.Tensor:
@@ -136,7 +119,7 @@ def embedding_scales(target: "Target") -> tuple[float, float]:
     """
     ids = torch.arange(8, device=target.device)[None] % target.vocab_size
     whole = target.model(input_ids=ids, use_cache=False).logits.float()
-    _check_finite(whole, target.name, target.dtype)
+    _check_finite(whole, target.model)
     with target.capturing(range(target.num_layers)) as captured:
         last = target.decoder(input_ids=ids, use_cache=False).last_hidden_state
     shapes = {tuple(states.shape) for states in captured}

@@ -13,7 +13,7 @@ in any published form:
     question, answer                             GSM8K: the question
 
 A conversation's id is <benchmark>/<number of the question>. One of Spec-Bench's six tasks is MT-bench: its questions
-have meta["category"] `mt_bench` and MT-bench's own category in meta["subcategory"].
+have meta["category"] `mt_bench`.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ BENCHMARKS = {
     ),
 }
 
-MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+MT_BENCH_CATEGORIES = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
 
 # A chat model may continue or explain bare code. Files with `turns` have their own request.
 HUMANEVAL_REQUEST = "Complete this Python function. Answer with the whole function and nothing else.\n\n"
@@ -102,8 +102,6 @@ def known_forms(name: str, record: Any, line: int) -> Any:
     meta = record.get("meta")
     if meta is None or isinstance(meta, dict):
         record["meta"] = (meta or {}) | {"benchmark": name}
-        category = record.get("category")
-        if name == "spec_bench" and isinstance(category, str) and category in MT_BENCH_CATEGORIES:
-            record["meta"]["subcategory"] = category
+        if name == "spec_bench" and record.get("category") in MT_BENCH_CATEGORIES:
             record["category"] = "mt_bench"
     return record

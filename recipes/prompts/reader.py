@@ -143,10 +143,8 @@ def _read_as(before: str, names: list[str], rejects: Rejects, store: StorePictur
     problems: list[str] = []
     with collecting_problems(problems, before):
         yield from _read(names, rejects, store)
-    if problems:  # a full disk under the rejects is no mistake of the sources
-        raise UserError(
-            [problem.removeprefix(before) if f"{rejects.path}: " in problem else problem for problem in problems]
-        )
+    if problems:
+        raise UserError(problems)
 
 
 def _read(names: list[str], rejects: Rejects, store: StorePicture | None) -> Iterator[Conversation]:

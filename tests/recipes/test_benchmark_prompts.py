@@ -58,7 +58,7 @@ def users(*texts: str) -> list[dict[str, str]]:
             MT_BENCH,
             "spec_bench/81",
             users("Write a post.", "Rewrite it."),
-            {"category": "mt_bench", "subcategory": "writing"},
+            {"category": "mt_bench"},
         ),
         (QA, "spec_bench/321", users("who sang it?"), {"category": "qa"}),
     ],
@@ -121,7 +121,7 @@ def test_fetched_benchmarks(hub: list[tuple[Any, ...]]) -> None:
     assert found[1].messages[0]["content"].startswith(HUMANEVAL_REQUEST)
     found = read("spec_bench")
     tasks = ["mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"]
-    assert [c.meta["category"] for c in found] == tasks and found[0].meta["subcategory"] == "writing"
+    assert [c.meta["category"] for c in found] == tasks
     assert all(check_source(name) is None for name in BENCHMARKS) and len(hub) == 3 + 6
 
 
