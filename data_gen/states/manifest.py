@@ -64,7 +64,8 @@ class StoreManifest:
         path = directory / MANIFEST
         try:
             fields = json_object(path.read_bytes(), "kind", "of_shards", "made_of", "target_files")
-            if fields["kind"] != KIND or not fields["made_of"].keys() >= MADE_OF:
+            known = fields["kind"] == KIND and isinstance(fields["target_files"], dict)
+            if not known or not fields["made_of"].keys() >= MADE_OF:
                 raise ValueError("another kind of file")
         except FileNotFoundError:
             return None

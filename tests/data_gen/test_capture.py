@@ -66,7 +66,7 @@ def test_damaged_files_are_named_and_written_anew(
     assert files_of(copy) == files_of(store)
 
 
-@pytest.mark.parametrize("change", ["{", "[]", {"made_of": {}}, {"kind": "c2t"}])
+@pytest.mark.parametrize("change", ["{", "[]", {"made_of": {}}, {"kind": "c2t"}, {"target_files": None}])
 def test_a_damaged_manifest_is_told(copy: Path, change: str | dict[str, Any]) -> None:
     path = copy / "manifest.json"
     path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))

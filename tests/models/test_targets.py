@@ -37,6 +37,7 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import make_target, make_tokenizer
+from tests.crash_states import full_disk
 from tests.decoding import decode, write_answers
 from tests.pairs import greedy
 from tests.thinning import a_few
@@ -344,6 +345,12 @@ def test_weights_that_are_not_finite_are_told_from_numbers_beyond_a_precision() 
 
 
 # Forms of a checkpoint.
+
+
+def test_a_full_disk_under_the_target_s_files_is_told(tmp_path: Path, target_dir: Path) -> None:
+    """Tokenizers' own error for it is of no kind."""
+    with pytest.raises(UserError, match=r"target's files cannot be written \(.*; make room"), full_disk(2000):
+        TargetFiles(TargetSection(model=str(target_dir))).save_without_weights(tmp_path)
 
 
 def test_forms_of_a_checkpoint_that_are_refused(tmp_path: Path) -> None:
