@@ -87,7 +87,10 @@ def set_template(tokenizer: PreTrainedTokenizerBase, target: TargetSection) -> N
         return changed if isinstance(template, dict) else changed["default"]
 
     # One line each: transformers' rendering drops lines with a single tag.
-    lines = {key: f"{{% set {key} = {_literal(value)} %}}\n" for key, value in wanted.items()}
+    lines = {}
+    for key, value in wanted.items():
+        literal = str(value).lower() if isinstance(value, bool) else ascii(value)
+        lines[key] = f"{{% set {key} = {literal} %}}\n"
     if _CLOCK in read:
         attach(tokenizer, day=target.day.isoformat(), undated=with_lines(lines))
         lines = {_CLOCK: _clock_at(target.day)} | lines
@@ -120,11 +123,6 @@ def _variables_read(template: str, where: str) -> set[str]:
         raise UserError(
             f"{where}: the chat template is not a valid Jinja template: line {error.lineno}: {error.message}"
         ) from error
-
-
-def _literal(value: str | int | float | bool) -> str:
-    """A value as Jinja source."""
-    return str(value).lower() if isinstance(value, bool) else ascii(value)
 
 
 def listed_stops(eos_token_id: Any) -> list[Any]:

@@ -60,11 +60,6 @@ class PictureProcessor:
         # By width and height, on which the number depends alone: processing takes far longer than reading a picture.
         self._tokens: dict[tuple[int, int], int] = {}
 
-    @property
-    def processor(self) -> Any:
-        """The image processor, loaded with the first picture: a text prompt needs none."""
-        return self.files.image_processor
-
     def expanded(
         self, ids: Sequence[int], marks: Sequence[int], sources: Sequence[Any]
     ) -> tuple[list[int], list[int], tuple[Insert, ...]]:
@@ -150,7 +145,7 @@ class PictureProcessor:
         return self._processed(picture, content)
 
     def _processed(self, picture: Image.Image, content: str) -> Mapping[str, torch.Tensor]:
-        pixels = dict(self.processor(images=[picture], return_tensors="pt"))
+        pixels = dict(self.files.image_processor(images=[picture], return_tensors="pt"))
         self._held[content] = pixels
         if len(self._held) > HELD_PICTURES:
             self._held.popitem(last=False)
@@ -158,8 +153,9 @@ class PictureProcessor:
 
     @cached_property
     def _settings(self) -> bytes:
-        kind, settings = type(self.processor).__name__, self.processor.to_dict()
-        return json.dumps([kind, settings], sort_keys=True, default=str).encode()
+        processor = self.files.image_processor
+        settings = [type(processor).__name__, processor.to_dict()]
+        return json.dumps(settings, sort_keys=True, default=str).encode()
 
     def _digest(self, picture: Image.Image) -> str:
         size = f"{picture.width}x{picture.height} ".encode()

@@ -5,14 +5,13 @@ in a folder or in the Hub's cache.
 import copy
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import (
@@ -30,13 +29,18 @@ from draftsmith.models.adapter import adapter_digest, merged
 from draftsmith.models.chat import attach, listed_stops, set_template, tokenizer_fingerprint
 from draftsmith.models.costs import TargetSize, target_size, torch_dtype
 from draftsmith.models.digests import tensor_digest
-from draftsmith.models.families import attention_kinds, auto_class, rotations, usable_positions
+from draftsmith.models.families import (
+    attention_kinds,
+    auto_class,
+    planned_embedding_scale,
+    rotations,
+    usable_positions,
+)
 from draftsmith.models.guidance import GuidedTarget
 from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.picture_prompts import PictureProcessor
 from draftsmith.models.quantize import check_quantization, precision_name, quantize_layers
 from draftsmith.models.target import Target, decoder_layers, device_name
-from draftsmith.models.target_trials import scale_without_weights
 from draftsmith.models.turn_ends import stop_ids
 from draftsmith.models.vision import is_vision_language
 from draftsmith.recipes.command.launch import note_crowd
@@ -118,23 +122,14 @@ class TargetFiles:
         """The model on torch's meta device; None for what is no causal LM, which `load` will say."""
         try:
             with torch.device("meta"):
-                return self._built()
+                config = copy.deepcopy(self.config)  # building a model writes into it
+                return auto_class(config).from_config(config, trust_remote_code=self.section.trust_remote_code)
         except ValueError:
             return None
 
-    def _built(self) -> Any:
-        config = copy.deepcopy(self.config)  # building a model writes into it
-        return auto_class(config).from_config(config, trust_remote_code=self.section.trust_remote_code)
-
     @property
     def planned_embedding_scale(self) -> float:
-        """`Target.embedding_scale`, before any weight is read; 1 for what is no causal LM."""
-        try:
-            with init_empty_weights(include_buffers=False):
-                model = self._built()
-        except ValueError:
-            return 1.0
-        return scale_without_weights(model, decoder_layers(model)[0])
+        return planned_embedding_scale(self.text_config)
 
     def check_precision(self, device: str | None = None) -> None:
         """`quantize.check_quantization` of target.quantization, before any weight is read."""
@@ -328,18 +323,18 @@ class TargetFiles:
     def read_model(self) -> Any:
         """Like `load_model`, in the checkpoint's precision, on the CPU or wherever transformers puts the weights."""
         section, config = self.section, self.config
+        # Older releases have no such hook and keep their own bars.
+        getattr(logging, "set_tqdm_hook", lambda hook: None)(_bar)
         try:
-            with _our_bars():
-                result: Any = auto_class(config).from_pretrained(
-                    section.model,
-                    **self._where,
-                    dtype=section.dtype if section.dtype == "auto" else getattr(torch, section.dtype),
-                    use_safetensors=True,
-                    output_loading_info=True,
-                )
+            loaded, report = auto_class(config).from_pretrained(
+                section.model,
+                **self._where,
+                dtype=section.dtype if section.dtype == "auto" else getattr(torch, section.dtype),
+                use_safetensors=True,
+                output_loading_info=True,
+            )
         except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
             raise UserError(self._why_not_loaded(error)) from error
-        loaded, report = result
         if missing := sorted(report["missing_keys"]):
             raise UserError(
                 f"target.model: {section.model!r} lacks {len(missing)} of its tensors ({', '.join(missing[:3])}"
@@ -449,19 +444,8 @@ def _stored_name(wanted: str, names: Iterable[str]) -> str:
     return alike[0] if len(alike) == 1 else wanted
 
 
-@contextmanager
-def _our_bars() -> Iterator[None]:
-    """Shows transformers' progress bars in the style of `recipes.command.progress`."""
-
-    def bar(factory: Any, args: Any, settings: Any) -> Any:
-        if not logging.is_progress_bar_enabled():
-            return factory(*args, **settings)
-        return Bar(*args, **{"unit": "tensor", "leave": False, **settings})
-
-    # Older releases have no such hook and keep their own bars.
-    set_hook = getattr(logging, "set_tqdm_hook", lambda hook: None)
-    before = set_hook(bar)
-    try:
-        yield
-    finally:
-        set_hook(before)
+def _bar(factory: Any, args: Any, settings: Any) -> Any:
+    """One of transformers' progress bars in the style of ours."""
+    if not logging.is_progress_bar_enabled():
+        return factory(*args, **settings)
+    return Bar(*args, **{"unit": "tensor", "leave": False, **settings})

@@ -108,7 +108,12 @@ class TargetSession:
         captured: list[torch.Tensor | None] = [None] * len(prompts)
         for number, group in enumerate(batches_by_length(lengths, at_once)):
             self.cache = DynamicCache()
-            last, states = self._forward(**self._asked_in_a_group([Prompt.of(prompts[i]) for i in group]))
+            asked, longest = [Prompt.of(prompts[i]) for i in group], lengths[group[0]]
+            ids = torch.tensor(
+                [[*prompt, *[0] * (longest - len(prompt))] for prompt in asked], device=self.target.device
+            )
+            inserts = [PlacedInsert(row, each) for row, prompt in enumerate(asked) for each in prompt.inserts]
+            last, states = self._forward(**self.target.decoder_arguments(ids, inserts))
             layers: list[Any] = self.cache.layers
             if number == 0 and not self.buffers.kinds:
                 pairs = [(layer.keys, layer.values) for layer in layers]
@@ -134,13 +139,6 @@ class TargetSession:
         self._moved()
         padded = [functional.pad(s, (0, 0, 0, max(lengths) - len(s))) for s in captured if s is not None]
         return torch.cat(logits), torch.stack(padded) if padded else None
-
-    def _asked_in_a_group(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """The decoder's arguments for right-padded prompts; causal attention hides the padding."""
-        longest = max(map(len, prompts))
-        ids = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-        inserts = [PlacedInsert(row, each) for row, prompt in enumerate(prompts) for each in prompt.inserts]
-        return self.target.decoder_arguments(torch.tensor(ids, device=self.target.device), inserts)
 
     @torch.no_grad()
     def verify(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -139,34 +139,6 @@ def embedding_scales(target: "Target") -> tuple[float, float]:
     return scale, scale / _constant_ratio(target.embedding(ids[0]), rows)
 
 
-class _Reached(Exception):
-    """Ends a forward at the first layer."""
-
-
-@torch.no_grad()
-def scale_without_weights(model: Any, first_layer: nn.Module) -> float:
-    """The first of `embedding_scales` for a model whose parameters, but not buffers, are on the meta device."""
-    embedding, read = model.get_input_embeddings(), []
-    ids = torch.arange(8)[None]
-    rows = torch.randn(8, embedding.weight.shape[1], generator=torch.Generator().manual_seed(0))
-    embedding.weight = nn.Parameter(rows, requires_grad=False)
-
-    def stop(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-        read.append(args[0] if args else kwargs["hidden_states"])
-        raise _Reached
-
-    handle = first_layer.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        model.get_decoder()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    except _Reached:
-        return _constant_ratio(read[0][0], rows)
-    except DECODER_ERRORS:  # it reads other parameters first
-        return _constant_ratio(embedding(ids)[0], rows)
-    finally:
-        handle.remove()
-    return 1.0
-
-
 def _constant_ratio(scaled: torch.Tensor, rows: torch.Tensor) -> float:
     """The number s with scaled = s * rows, both [n, H], to six digits; 1 if there is none."""
     x, y = scaled.double(), rows.double()

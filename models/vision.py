@@ -99,11 +99,7 @@ class PictureReader:
         return PictureReader(model) if is_vision_language(model.config) else None
 
     def read(self, picture: PictureInsert) -> PictureStates:
-        """The picture as the decoder reads it.
-
-        Raises UserError if it has another number of embeddings than of placeholders, or if this family gives its
-        decoder more than `PictureStates` has.
-        """
+        """The picture as the decoder reads it. Raises UserError if it has another number of embeddings than tokens."""
         states = self._held.pop(picture.digest, None)
         if states is None:
             states = self._read(picture)
@@ -132,7 +128,6 @@ class PictureReader:
 
         # Before other hooks, which expect a pass of the decoder; with_kwargs: families name what they give.
         handle = self.decoder.register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
-        kept = getattr(self.whole, "rope_deltas", None)  # of the prompt that somebody else reads with this model
         try:
             self.whole(**inputs, use_cache=False)
         except _Merged:
@@ -141,23 +136,10 @@ class PictureReader:
             raise self._wrong_count(picture) from error
         finally:
             handle.remove()
-            if self.has_axes:
-                self.whole.rope_deltas = kept
-        positions = caught.pop("position_ids", None)
-        embeddings = caught.pop("inputs_embeds", None)
-        deeper = caught.pop("deepstack_visual_embeds", None)
-        caught.pop("visual_pos_masks", None)  # all of this input
-        more = sorted(name for name, value in caught.items() if value is not None and name != "use_cache")
-        if embeddings is None or more or (self.has_axes and positions is None):
-            raise UserError(
-                f"target.model: {self.name} gives its decoder more than embeddings and positions for a picture "
-                f"({', '.join(more) or 'it gives neither'}); pictures of this family are not supported, those of "
-                f"{SUPPORTED} are"
-            )
+        offsets = caught["position_ids"][:, 0].clone() if self.has_axes else None
+        deeper = caught.get("deepstack_visual_embeds")
         return PictureStates(
-            embeddings[0].clone(),
-            positions[:, 0].clone() if self.has_axes else None,
-            torch.stack(tuple(deeper)) if deeper else None,
+            caught["inputs_embeds"][0].clone(), offsets, torch.stack(tuple(deeper)) if deeper else None
         )
 
     def _wrong_count(self, picture: PictureInsert) -> UserError:

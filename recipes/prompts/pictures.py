@@ -12,18 +12,7 @@ A `Picture` is upright RGB with 8 bits a channel, whatever the file holds:
     16 bits, gray        the upper 8 bits
     palette, CMYK        as Pillow converts them, without colour profiles
 
-Every refusal is an `UnusablePicture`. The kinds:
-
-    picture URL          a URL of another machine
-    picture missing      no such file
-    picture changed      another digest than the prompt has
-    picture unreadable   no regular file, no permission, malformed
-    picture truncated    the file ends early
-    not a picture        empty, or of no format above
-    picture too large    more than MAX_PIXELS, told from the header before anything is decoded, or MAX_BYTES
-    picture too narrow   one side more than MAX_RATIO times the other
-
-Qwen's processor refuses ratios above 200. LLaVA's would take them; one rule keeps one set of prompts for all targets.
+Every refusal is an `UnusablePicture`; docs/pictures.md lists their kinds.
 """
 
 import base64
@@ -48,7 +37,7 @@ from draftsmith.recipes.prompts.sources import StorePicture
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 50_000_000  # a phone's picture of 48 megapixels passes; decoded, it takes 150 MB
 MAX_BYTES = 1 << 26  # of a file
-MAX_RATIO = 200
+MAX_RATIO = 200  # Qwen's processor refuses more
 
 
 class UnusablePicture(ValueError):
