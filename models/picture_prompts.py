@@ -119,11 +119,7 @@ class PictureProcessor:
         picture = opened(source)
         content = self._digest(picture)
         if picture.size not in self._tokens:
-            try:
-                pixels = self._processed(picture, content)
-            except ValueError as error:  # Qwen's sides may differ 200-fold at most
-                raise RenderError(f"a picture of {picture.width} x {picture.height} pixels: {error}") from error
-            self._tokens[picture.size] = embeddings_of(self.config, pixels)
+            self._tokens[picture.size] = embeddings_of(self.config, self._processed(picture, content))
         return PictureInsert(first, self._tokens[picture.size], content, partial(self.pixels, source, content))
 
     def pixels(self, source: Any, content: str) -> Mapping[str, torch.Tensor]:
