@@ -140,7 +140,14 @@ class KeyValues:
             path_BA: arbitrary behind counts[b] slots. None: slots 0, 1, 2, ..., which need no move.
         """
         if path_BA is not None:
-            self._gather(counts, path_BA)
+            path_BA = path_BA.to(self.device)
+            for buffer in self._buffers.values():  # all slots are read before any is written
+                if len(self.lengths) == 1:
+                    first, kept = self.lengths[0], counts[0]
+                    buffer[:, :, :, first : first + kept] = buffer.index_select(3, path_BA[0, :kept] + first)
+                else:
+                    source, place = self._starts_B1 + path_BA, self.positions(path_BA.shape[1])
+                    buffer[:, self._rows_B1, :, place] = buffer[:, self._rows_B1, :, source]
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._moved()
 
@@ -149,17 +156,6 @@ class KeyValues:
         check_rollback(self.lengths, lengths)
         self.lengths = list(lengths)
         self._moved()
-
-    def _gather(self, counts: Sequence[int], path_BA: torch.Tensor) -> None:
-        """Moves the slots of a path to its front. All are read before any is written."""
-        path_BA = path_BA.to(self.device)
-        for buffer in self._buffers.values():
-            if len(self.lengths) == 1:
-                first, kept = self.lengths[0], counts[0]
-                buffer[:, :, :, first : first + kept] = buffer.index_select(3, path_BA[0, :kept] + first)
-            else:
-                source, place = self._starts_B1 + path_BA, self.positions(path_BA.shape[1])
-                buffer[:, self._rows_B1, :, place] = buffer[:, self._rows_B1, :, source]
 
     def fill(self, row: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes columns 0, 1, ... of one row and layer, [1, heads, columns, head_dim] each."""

@@ -24,10 +24,6 @@ class SeenPicture:
     kept: int
     vectors: torch.Tensor  # [Q, H] made of the picture
 
-    def removed_before(self, length: int) -> int:
-        """Columns below `length` that do not exist."""
-        return max(0, min(length, self.end - self.kept) - self.first)
-
 
 def columns_of_picture(token: int, tokens: int, most: int) -> tuple[int, int, int]:
     """(first, end, kept) of a picture, as in `SeenPicture`.
@@ -46,7 +42,7 @@ Pictures = dict[int, SeenPicture]
 
 def columns_within(length: int, pictures: Pictures) -> int:
     """Number of columns that exist of a text's first `length`."""
-    return length - sum(picture.removed_before(length) for picture in pictures.values())
+    return length - sum(max(0, min(length, each.end - each.kept) - each.first) for each in pictures.values())
 
 
 @dataclass(frozen=True)

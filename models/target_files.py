@@ -52,7 +52,6 @@ from draftsmith.recipes.sections.target import TargetSection
 
 BORDER = "original_max_position_embeddings"
 ROTARY_NUMBERS = ("rope_theta", "factor", BORDER, "low_freq_factor", "high_freq_factor")
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "*.bpe")  # one of them at least
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -96,7 +95,12 @@ class TargetFiles:
                 "correct it (in a copy of the model's folder)"
             ) from error
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"target.model: no model at {model!r}: {_why_no_config(model, error)}") from error
+            reason = first_line(error)
+            if Path(model).is_dir() and not (Path(model) / "config.json").exists():
+                reason = "the directory has no config.json"
+            elif not Path(model).is_dir() and not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model):
+                reason = "no such directory"
+            raise UserError(f"target.model: no model at {model!r}: {reason}") from error
         _check_rotations(model, config.get_text_config(decoder=True))
         attention_kinds(config)
         return config
@@ -173,20 +177,14 @@ class TargetFiles:
 
     def stored_tokenizer(self) -> PreTrainedTokenizerBase:
         """A copy as it is stored, without the recipe's changes. LLaVA's takes the processor's chat template."""
-        self._check_there()
-        model = self.section.model
+        model, _ = self.section.model, self.config  # which tokenizers read, too
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, **self._where)
-        except StrictDataclassError:
-            _ = self.config  # which tokenizers read, too; it says what is wrong
-            raise
         except (OSError, ValueError, ImportError, KeyError) as error:
-            folder = Path(model)
-            if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
-                reason = "the folder has no tokenizer; copy the target's tokenizer.json and tokenizer_config.json there"
-            else:
-                reason = first_line(error)
-            raise UserError(f"target.model: cannot load a tokenizer from {model!r}: {reason}") from error
+            raise UserError(
+                f"target.model: cannot load a tokenizer from {model!r} ({first_line(error)}); are the target's "
+                "tokenizer.json and tokenizer_config.json there?"
+            ) from error
         if not tokenizer.chat_template:
             with suppress(OSError, ValueError, KeyError):  # no such file, or none that can be read
                 processor = ProcessorMixin.get_processor_dict(model, revision=self.section.revision)[0]
@@ -413,14 +411,6 @@ def _check_rotations(model: str, config: Any) -> None:
     ]
     if wrong:
         raise UserError(f"target.model: the config.json of {model!r} has {'; '.join(wrong)}")
-
-
-def _why_no_config(model: str, error: Exception) -> str:
-    if Path(model).is_dir():
-        return first_line(error) if (Path(model) / "config.json").exists() else "the directory has no config.json"
-    if not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model):
-        return "no such directory"
-    return f"{first_line(error)} (an adapter is not a model: merge it into its base)"
 
 
 def _without_embedding(tokenizer: PreTrainedTokenizerBase, rows: int) -> frozenset[int]:

@@ -65,9 +65,12 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
 
 
 def _turn_ends(tokenizer: PreTrainedTokenizerBase, named: frozenset[int]) -> TurnEnds:
-    ending = _ending(tokenizer)
-    shown = _ending(tokenizer, ASKED) if is_blank(tokenizer, ending) else ending  # some end turns only between turns
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - _opening(tokenizer)
+    ending = shown = _shared(tokenizer, -1, *([ASKED, answer] for answer in ANSWERS))
+    if is_blank(tokenizer, ending):  # some end turns only between turns
+        shown = _shared(tokenizer, -1, *([ASKED, answer, ASKED] for answer in ANSWERS))
+    # What a user turn begins with: the role's marker ends no turn before it.
+    opening = _shared(tokenizer, 1, *([{"role": "user", "content": text}] for text in ("Go", "12")))
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - set(opening)
     first = next((i for i in shown if not is_blank(tokenizer, [i])), None)
     # Harmony's <|end|> ends a channel.
     found = first in special and not named.intersection(shown) and not is_harmony(tokenizer)
@@ -80,23 +83,13 @@ def _turn_ends(tokenizer: PreTrainedTokenizerBase, named: frozenset[int]) -> Tur
     return TurnEnds(stops, usual, first if found else None, behind)
 
 
-def _ending(tokenizer: PreTrainedTokenizerBase, *after: dict[str, Any]) -> list[int]:
-    """What the template writes behind an answer with these messages after it; empty where that does not show."""
+def _shared(tokenizer: PreTrainedTokenizerBase, step: int, *conversations: list[dict[str, Any]]) -> list[int]:
+    """What two conversations begin with (`step` 1) or end with (-1), alike; empty where that does not show."""
     try:
-        one, other = (list(render(tokenizer, [ASKED, answer, *after])) for answer in ANSWERS)
+        one, other = (list(render(tokenizer, messages))[::step] for messages in conversations)
     except RenderError:
         return []
-    shared = next((n for n, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=False)) if a != b), 0)
-    return one[len(one) - shared :]
-
-
-def _opening(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """What a user turn begins with: the role's marker ends no turn before it. Empty where that does not show."""
-    try:
-        one, other = (list(render(tokenizer, [{"role": "user", "content": text}])) for text in ("Go", "12"))
-    except RenderError:
-        return set()
-    return set(one[: next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)])
+    return one[: next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)][::step]
 
 
 def _until_stop(tokenizer: PreTrainedTokenizerBase, messages: list[Any], stops: frozenset[int]) -> tuple[int, ...]:

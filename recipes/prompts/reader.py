@@ -186,11 +186,9 @@ def _read(names: list[str], rejects: Rejects, store: StorePicture | None) -> Ite
         rejected[name] += rejects.total - rejected_before
     barren = []
     for name in names:
-        if not usable[name] and rejected[name]:
-            count = f"{rejected[name]} rejected; in all, " if rejected[name] < rejects.total else ""
-            barren.append(f"{name}: no usable conversation: {count}{rejects.summary()}")
-        elif not usable[name]:
-            barren.append(f"{name}: no record in it")
+        if not usable[name]:
+            why = f"no usable conversation: {rejects.summary()}" if rejected[name] else "no record in it"
+            barren.append(f"{name}: {why}")
     if barren:
         raise UserError(barren)
 

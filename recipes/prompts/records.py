@@ -329,7 +329,8 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
             _check_content(content, index)
         if not isinstance(message.get("reasoning_content", ""), str):
             raise ValueError(f"wrong type: reasoning_content of message {index} must be text")
-        if role == "user" and _is_blank(content):
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        if role == "user" and all(part["type"] == "text" and not part["text"].strip() for part in parts):
             raise ValueError(f"empty user turn: message {index}")
         before = [earlier["role"] for earlier in messages[:index]]
         if role == "assistant" and before[-1:] == ["assistant"]:
@@ -338,11 +339,6 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
             raise ValueError(f"no user turn before the first assistant turn: message {index}")
     if all(message["role"] != "user" for message in messages):
         raise ValueError("no user turn")
-
-
-def _is_blank(content: Any) -> bool:
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return all(part["type"] == "text" and not part["text"].strip() for part in parts)
 
 
 def _check_content(content: Any, index: int) -> None:
