@@ -142,12 +142,8 @@ def render_prompt(
 ) -> Prompt:
     """The target's prompt: `messages` and the header of the next assistant turn.
 
-    Args:
-        messages: may have pictures, as parts {"type": "image", "path": ...}, for a vision-language target.
-        tools: function schemas.
-
-    Raises:
-        RenderError: the template refuses these messages, or some content is not what the target reads.
+    A vision-language target's messages may have pictures, as parts {"type": "image", "path": ...}. `tools` are function
+    schemas. Raises RenderError if the template refuses them, or if some content is not what the target reads.
     """
     return _apply(tokenizer, messages, tools, add_generation_prompt=True)[0]
 
@@ -166,10 +162,9 @@ def render_marked(
 
 
 def with_pictures(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], messages: Sequence[Message]) -> Prompt:
-    """A stored prompt, with all placeholders of each picture, and the pictures of its messages in their places.
+    """A stored prompt, with all its placeholders, and the pictures of its messages; messages behind it may follow.
 
-    Messages behind the prompt may follow. Raises RenderError if the placeholders are not those of the pictures, or if a
-    picture cannot be read.
+    Raises RenderError if the placeholders are not those of the pictures, or if a picture cannot be read.
     """
     pictures = _target_of(tokenizer).pictures
     shown = pictures_of([message for message in messages if isinstance(message, dict)])  # as stored, not checked

@@ -90,11 +90,7 @@ def rotations(config: Any) -> list[dict[str, Any]]:
 
 
 def attention_kinds(config: Any) -> AttentionKinds:
-    """The attention of a target's layers by its config; `target_trials.tried_attention` checks the decoder.
-
-    Raises UserError if draft trees cannot be verified: for an encoder, layers that keep more than keys and values,
-    attention in chunks, windows of several lengths.
-    """
+    """The attention of a target's layers by its config. Raises UserError if draft trees cannot be verified."""
     if config.is_encoder_decoder:
         raise UserError(
             f"target.model: {config.model_type} is an encoder-decoder; drafters are trained for decoders alone"

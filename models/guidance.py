@@ -31,12 +31,7 @@ from draftsmith.models.target import Target, TargetStates
 
 
 class GuidedTarget(Target):
-    """A target that reads every text twice.
-
-    Args:
-        unconditional_V: from `image_tokens.unconditional_ids`.
-        scale: 1 is no guidance, 0 ignores the condition.
-    """
+    """A target that reads every text twice. A `scale` of 1 is no guidance, 0 ignores the condition."""
 
     def __init__(
         self, model: Any, unconditional_V: torch.Tensor, scale: float, capture_layers: Sequence[int] | None = None

@@ -42,12 +42,7 @@ class BufferKind:
 
 
 class KeyValues:
-    """The buffers of all layers; they grow as needed.
-
-    Args:
-        kinds: of each layer's keys and values; None for a layer without its own.
-        lengths: committed columns of each row.
-    """
+    """The buffers of all layers, which grow as needed. `kinds` has None for a layer without keys of its own."""
 
     def __init__(self, kinds: Sequence[tuple[BufferKind, BufferKind] | None], lengths: Sequence[int], capacity: int):
         self.kinds, self.lengths = list(kinds), list(lengths)
@@ -114,9 +109,7 @@ class KeyValues:
     def seen(self, visible_BnS: torch.Tensor | None) -> torch.Tensor | None:
         """[B, n, L] bool: the columns that new slots see, committed ones and those in `visible_BnS`.
 
-        Args:
-            visible_BnS: None: one new slot, which sees all slots. If it then sees every column, the result is None:
-                attention is faster without a mask.
+        None stands for one new slot that sees all; the result is None if it sees every column, which is faster.
         """
         if visible_BnS is None and self.even:
             return None
@@ -136,8 +129,7 @@ class KeyValues:
     def commit(self, counts: Sequence[int], path_BA: torch.Tensor | None = None) -> None:
         """Commits the first counts[b] slots of path_BA[b], in ascending order, and drops the others.
 
-        Args:
-            path_BA: arbitrary behind counts[b] slots. None: slots 0, 1, 2, ..., which need no move.
+        Behind these a path is arbitrary. None stands for slots 0, 1, 2, ..., which need no move.
         """
         if path_BA is not None:
             path_BA = path_BA.to(self.device)

@@ -65,12 +65,7 @@ class PictureProcessor:
     ) -> tuple[list[int], list[int], tuple[Insert, ...]]:
         """Token ids, their marks, and inserts, with all placeholders of each picture; given with one for each.
 
-        Args:
-            sources: the pictures in order: see `opened`.
-
-        Raises:
-            RenderError: other numbers of placeholders and pictures, or a picture that cannot be read.
-            UserError: pictures of a family that is not supported.
+        Raises RenderError if there are fewer placeholders or sources (see `opened`), or if a picture cannot be read.
         """
         if sources:
             check_family(self.config)
@@ -91,11 +86,7 @@ class PictureProcessor:
         return tokens, kept, tuple(inserts)
 
     def placed(self, ids: Sequence[int], sources: Sequence[Any]) -> tuple[Insert, ...]:
-        """The inserts of a prompt with all its placeholders. Raises as `expanded` does.
-
-        Args:
-            sources: the pictures in order. Those behind the prompt's last one are left out.
-        """
+        """The inserts of a prompt with all its placeholders; sources may go on. Raises as `expanded` does."""
         if sources:
             check_family(self.config)
         inserts, end = list[Insert](), 0
@@ -191,10 +182,7 @@ def check_family(config: Any) -> None:
 
 
 def embeddings_of(config: Any, pixels: Mapping[str, torch.Tensor]) -> int:
-    """Number of embeddings that a target with this whole config makes of one picture.
-
-    Raises UserError if the processor that made the pixels is not the target's.
-    """
+    """Number of embeddings that a target with this whole config makes of a picture. UserError: another's pixels."""
     vision, tiled, found = config.vision_config, config.model_type == "llava_next", None
     if config.model_type not in ("llava", "llava_next"):
         if "image_grid_thw" in pixels:  # patches are merged into squares

@@ -55,8 +55,7 @@ def device_name(wanted: str) -> str:
 def checked_capture_layers(layers: Sequence[int] | None, num_layers: int, final: bool = False) -> tuple[int, ...]:
     """`layers`, or the defaults where None. Raises UserError unless ascending, distinct and within 0 to L-1.
 
-    Args:
-        final: also allow state L, the output of the final norm (EAGLE-1's feature).
+    `final` also allows state L, the output of the final norm (EAGLE-1's feature).
     """
     if layers is None:
         return default_capture_layers(num_layers)
@@ -325,8 +324,7 @@ class Target:
     def capturing(self, layers: Sequence[int], end_there: bool = False) -> Iterator[list[torch.Tensor]]:
         """Collects the inputs of `layers` during one forward; for layer L, the decoder's output.
 
-        Args:
-            end_there: raise `_AllCaptured` in the forward once all are captured.
+        With `end_there`, the forward ends with `_AllCaptured` once all are captured.
         """
         captured: list[torch.Tensor] = []
 

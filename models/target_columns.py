@@ -26,17 +26,12 @@ class SeenPicture:
 
 
 def columns_of_picture(token: int, tokens: int, most: int) -> tuple[int, int, int]:
-    """(first, end, kept) of a picture, as in `SeenPicture`.
-
-    Args:
-        token: position of its first token; no column reads x[0].
-        most: columns that may stay.
-    """
+    """(first, end, kept) of a picture whose first token is at position `token`, of which `most` columns may stay."""
     first, end = max(0, token - 1), token - 1 + tokens
     return first, end, min(most, end - first)
 
 
-# Of one text; the key is the position of the picture's first token.
+# Of one text, by the position of the picture's first token.
 Pictures = dict[int, SeenPicture]
 
 

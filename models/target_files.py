@@ -58,10 +58,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 class TargetFiles:
     """The target of a recipe's section. Each file is read when it is first asked for, and once.
 
-    All raise UserError where there is no such target, or none that can be used here.
-
-    Args:
-        large: the target that this draft model drafts for, whose tokenizer it then has.
+    All raise UserError where there is no such target, or none that can be used here. A draft model has the tokenizer of
+    the target that it drafts for, `large`.
     """
 
     def __init__(self, section: TargetSection, large: "TargetFiles | None" = None):
@@ -276,14 +274,9 @@ class TargetFiles:
         return self.identity | weight_digests(target)
 
     def layout(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Facts that exports of a drafter need, to work without the target.
+        """Facts that exports of a drafter need, to work without the target that had this dtype.
 
-        Args:
-            dtype: the target's while the drafter was trained.
-
-        Returns:
-            `architectures`, `model_type`, `dtype`; `embeddings` and `head`, the names of these parameters in the loaded
-            model, which files of some families abbreviate; `tied`, whether they are one.
+        `embeddings` and `head` name these parameters in the loaded model; files of some families abbreviate them.
         """
         config, model = self.config, self.skeleton()
         names = {id(module): name for name, module in model.named_modules()}

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def batches_by_length(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Indices of texts that are read together: similar lengths, at most so many tokens with padding, longest first.
-
-    Args:
-        tokens: 0: every text alone.
-    """
+    """Indices of texts that are read together: similar lengths, at most so many tokens with padding, longest first."""
     found: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], i), reverse=True):
         if found and (len(found[-1]) + 1) * lengths[found[-1][0]] <= tokens:
@@ -185,11 +181,7 @@ class TargetSession:
         return self._forward(input_ids=tokens_Bn, attention_mask=mask, position_ids=position_Bn)
 
     def read(self, tokens: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Commits tokens behind each row's, at least one of each, in one forward.
-
-        Returns:
-            final states [B, n, H]; captured states [B, n, F] or None; arbitrary behind a row's own tokens.
-        """
+        """Commits tokens behind each row's, at least one of each, in one forward. Returns as `append`."""
         counts, device = list(map(len, tokens)), self.target.device
         most = max(counts)
         padded = torch.tensor([[*row, *[0] * (most - len(row))] for row in tokens], device=device)

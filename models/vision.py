@@ -164,10 +164,9 @@ class PictureReader:
     def positions(
         self, columns_BT: torch.Tensor, pictures: Sequence[PlacedInsert], ends: Sequence[int]
     ) -> torch.Tensor:
-        """[3, B, T] positions of rotary embeddings.
+        """[3, B, T] positions of rotary embeddings for tokens in these columns of their texts.
 
         Args:
-            columns_BT: of each token in its text, 0, 1, 2, ...
             pictures: in the order of their columns; other inserts count columns.
             ends: for each picture, the first column behind the text that it stands in.
         """

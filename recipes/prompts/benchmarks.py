@@ -84,11 +84,7 @@ def fetch(name: str) -> Iterator[Any]:
 
 
 def known_forms(name: str, record: Any, line: int) -> Any:
-    """A row of benchmark `name` as a record for `recipes.prompts.records`. Values that are not rows stay as they are.
-
-    Args:
-        line: the question's number if the row has none.
-    """
+    """A row of benchmark `name` as a record for `recipes.prompts.records`; `line` numbers questions without a number."""
     if not isinstance(record, dict):
         return record
     record = dict(record)

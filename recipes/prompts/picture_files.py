@@ -27,10 +27,7 @@ def _ending(content: bytes, unknown: str) -> str:
 
 
 def store_picture(content: bytes, folder: Path) -> str:
-    """Writes a picture that has no file of its own into `folder`, once, and returns its absolute path.
-
-    The name is the sha256 of the content, which is not checked.
-    """
+    """Writes a picture into `folder`, once, named by the sha256 of its content, and returns its absolute path."""
     path = (folder / f"{hashlib.sha256(content).hexdigest()}.{_ending(content, 'bin')}").absolute()
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -53,11 +53,7 @@ class Picture:
 
 
 def read_picture(place: str, folder: Path, digest: str | None = None) -> Picture:
-    """The picture at `place`, decoded whole. Relative paths start at `folder`. Raises UnusablePicture.
-
-    Args:
-        digest: sha256 that the file must have, in hexadecimal.
-    """
+    """The picture at `place`, decoded whole; with `digest`, the sha256 that it must have. Raises UnusablePicture."""
     path = _path_of(place, folder)
     content = _data_of(place) if path is None else _bytes_of(path)
     name, found = "a data URL" if path is None else str(path), hashlib.sha256(content).hexdigest()
@@ -71,8 +67,7 @@ def read_picture(place: str, folder: Path, digest: str | None = None) -> Picture
 def with_named_pictures(conversation: Conversation, store: StorePicture, folder: str | None = None) -> Conversation:
     """The conversation with each picture as a part {"type": "image", "path": absolute, "sha256": of the file's bytes}.
 
-    A conversation without pictures stays as it is. Raises ValueError, "kind: detail", if a picture cannot be used
-    (UnusablePicture), or if pictures and placeholders do not match.
+    Raises ValueError, "kind: detail", if a picture cannot be used, or if pictures and placeholders do not match.
 
     Args:
         store: stores the bytes of a data URL and returns their path.
