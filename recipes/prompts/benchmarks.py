@@ -84,7 +84,7 @@ def fetch(name: str) -> Iterator[Any]:
 
 
 def known_forms(name: str, record: Any, line: int) -> Any:
-    """A row of benchmark `name` as a record for `recipes.prompts.records`; `line` numbers questions without a number."""
+    """A row of benchmark `name` as a record for `recipes.prompts.records`, with `line` where it has no number."""
     if not isinstance(record, dict):
         return record
     record = dict(record)
