@@ -95,11 +95,10 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ("openai/openai_humaneval", None, "test", None): [HUMANEVAL],
         ("openai/gsm8k", "main", "test", None): [GSM8K],
     }
-    for file in BENCHMARKS["spec_bench"].files:
-        row = {"question_id": 1 + len(rows), "category": file.removesuffix(".jsonl"), "turns": ["x"]}
-        rows["RedHatAI/speculator_benchmarks", None, "train", file] = [
-            MT_BENCH if file == "question.jsonl" else row | ({"reference": ["y"]} if file == "qa.jsonl" else {})
-        ]
+    for number, task in enumerate(("translation", "summarization", "qa", "math_reasoning", "rag")):
+        row = {"question_id": number, "category": task, "turns": ["x"]} | ({"reference": ["y"]} if task == "qa" else {})
+        rows["RedHatAI/speculator_benchmarks", None, "train", f"{task}.jsonl"] = [row]
+    rows["RedHatAI/speculator_benchmarks", None, "train", "question.jsonl"] = [MT_BENCH]
 
     def load_dataset(name: str, config: str | None = None, *, split: str, data_files: str | None = None) -> Any:
         asked.append((name, config, split, data_files))
