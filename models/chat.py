@@ -26,9 +26,7 @@ Message = dict[str, Any]
 FINGERPRINT_COVERS = "the vocabulary, the chat template, target.thinking and target.template_args"
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 _CLOCK = "strftime_now"
-# Template variables that rendering sets.
 _SET_BY_RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", _CLOCK}
-_SET_BY_CALLS = ("truncation", "padding")
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 
@@ -39,21 +37,17 @@ class _OfTarget:
     stops: frozenset[int] = frozenset()  # of the generation config
     beyond: frozenset[int] = frozenset()  # special tokens without an embedding
     pictures: PictureProcessor | None = None  # of vision-language targets
-    # Of templates that read the date.
-    day: str | None = None
-    undated: dict[str, str] | None = None  # the templates by name, as they were before the date was set
-
-
-_ATTACHED = "of_target"
+    day: str | None = None  # of templates that read the date
+    undated: Any = None  # their template before the date was set
 
 
 def attach(tokenizer: PreTrainedTokenizerBase, **facts: Any) -> None:
     """Adds facts of `_OfTarget` to a target's tokenizer."""
-    setattr(tokenizer, _ATTACHED, replace(_target_of(tokenizer), **facts))
+    tokenizer.of_target = replace(_target_of(tokenizer), **facts)  # type: ignore[attr-defined]
 
 
 def _target_of(tokenizer: PreTrainedTokenizerBase) -> _OfTarget:
-    return getattr(tokenizer, _ATTACHED, _OfTarget())
+    return getattr(tokenizer, "of_target", _OfTarget())
 
 
 def template_variables(target: TargetSection) -> dict[str, str | int | float | bool]:
@@ -65,10 +59,7 @@ def template_variables(target: TargetSection) -> dict[str, str | int | float | b
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, target: TargetSection) -> None:
-    """Sets the recipe's variables and date at the start of the template, or of each of several named ones.
-
-    Each has its own line: transformers' rendering drops lines with a single tag.
-    """
+    """Sets the recipe's variables and date at the start of the template, or of each of several named ones."""
     template: Any = tokenizer.chat_template
     where = "target.chat_template" if target.chat_template is not None else "target.model"
     named = template if isinstance(template, dict) else {"default": template}
@@ -89,22 +80,27 @@ def set_template(tokenizer: PreTrainedTokenizerBase, target: TargetSection) -> N
         if name not in read - _SET_BY_RENDERING:
             others = ", ".join(sorted(read - _SET_BY_RENDERING)) or "none"
             raise UserError(f"target.template_args: the chat template does not read {name!r}; what it reads: {others}")
-    changed = {
-        name: "".join(f"{{% set {key} = {_literal(wanted[key])} %}}\n" for key in wanted if key in read_by[name]) + text
-        for name, text in named.items()
-    }
+
+    def with_lines(lines: dict[str, str]) -> Any:
+        """The template with those of these lines, by the variable that they set, that it needs."""
+        changed = {name: "".join(lines[key] for key in lines if key in read_by[name]) + named[name] for name in named}
+        return changed if isinstance(template, dict) else changed["default"]
+
+    # One line each: transformers' rendering drops lines with a single tag.
+    lines = {}
+    for key, value in wanted.items():
+        literal = str(value).lower() if isinstance(value, bool) else ascii(value)
+        lines[key] = f"{{% set {key} = {literal} %}}\n"
     if _CLOCK in read:
-        day = target.day
-        attach(tokenizer, day=day.isoformat(), undated=changed)
-        changed = {name: (_clock_at(day) if _CLOCK in read_by[name] else "") + text for name, text in changed.items()}
+        attach(tokenizer, day=target.day.isoformat(), undated=with_lines(lines))
+        lines = {_CLOCK: _clock_at(target.day)} | lines
     elif target.date is not None:
         raise UserError("target.date: the chat template writes no date; leave target.date out")
-    tokenizer.chat_template = changed if isinstance(template, dict) else changed["default"]  # type: ignore[assignment]
+    tokenizer.chat_template = with_lines(lines)
 
 
 def _clock_at(day: datetime.date) -> str:
-    """Jinja's `strftime_now` for the start of a day, in place of transformers', which reads the clock: a function
-    cannot be handed to a template."""
+    """`strftime_now` for the start of a day as Jinja's source, because transformers hands no function to templates."""
     short = {"%F": "%Y-%m-%d", "%D": "%m/%d/%y", "%T": "%H:%M:%S", "%e": f"{day.day:2d}"}
     bare = {f"%-{letter}": day.strftime(f"%{letter}").lstrip("0") or "0" for letter in "dmyHIMSj"}
     whole = {f"%{letter}": day.strftime(f"%{letter}") for letter in "aAbBcdGHIjmMpSuUVwWxXyY"}
@@ -118,12 +114,9 @@ def prompt_date(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
 
 def _variables_read(template: str, where: str) -> set[str]:
-    """Variables that a template reads from outside, or that only some of its branches set.
-
-    Raises UserError for an invalid Jinja template.
-    """
+    """Variables that a template reads from outside, or that only some of its branches set."""
     try:
-        # Generation tags belong to transformers' Jinja only; they read nothing.
+        # Generation tags are known to transformers' Jinja only.
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_TAG.sub("", template))
         return meta.find_undeclared_variables(tree)
     except TemplateSyntaxError as error:
@@ -132,15 +125,11 @@ def _variables_read(template: str, where: str) -> set[str]:
         ) from error
 
 
-def _literal(value: str | int | float | bool) -> str:
-    """A value as Jinja source."""
-    return str(value).lower() if isinstance(value, bool) else ascii(value)
-
-
 def listed_stops(eos_token_id: Any) -> list[Any]:
     """A config's stop tokens, which it names as one, several or none."""
-    ids = eos_token_id if isinstance(eos_token_id, list | tuple) else [eos_token_id]
-    return [i for i in ids if i is not None]
+    if isinstance(eos_token_id, list | tuple):
+        return list(eos_token_id)
+    return [] if eos_token_id is None else [eos_token_id]
 
 
 def named_stop_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -153,20 +142,14 @@ def render_prompt(
 ) -> Prompt:
     """The target's prompt: `messages` and the header of the next assistant turn.
 
-    Tokenising adds no second BOS to the template's own.
-
-    Args:
-        messages: a vision-language target's may have pictures, as parts {"type": "image", "path": ...} of a content.
-        tools: function schemas, for templates that list them in the system turn.
-
-    Raises:
-        RenderError: the template refuses these messages, or some content is not what the target reads.
+    A vision-language target's messages may have pictures, as parts {"type": "image", "path": ...}. `tools` are function
+    schemas. Raises RenderError if the template refuses them, or if some content is not what the target reads.
     """
     return _apply(tokenizer, messages, tools, add_generation_prompt=True)[0]
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None = None) -> Prompt:
-    """`messages` without the header of the next turn. Raises RenderError where the template refuses them."""
+    """`messages` without the header of the next turn. Raises as `render_prompt` does."""
     return _apply(tokenizer, messages, tools)[0]
 
 
@@ -179,14 +162,9 @@ def render_marked(
 
 
 def with_pictures(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], messages: Sequence[Message]) -> Prompt:
-    """A stored prompt with the pictures of its messages in their places.
+    """A stored prompt, with all its placeholders, and the pictures of its messages; messages behind it may follow.
 
-    Args:
-        ids: as `render_prompt` made them, with all placeholders of each picture.
-        messages: of the prompt; those behind it may follow.
-
-    Raises:
-        RenderError: the placeholders are not those of the pictures, or a picture cannot be read.
+    Raises RenderError if the placeholders are not those of the pictures, or if a picture cannot be read.
     """
     pictures = _target_of(tokenizer).pictures
     shown = pictures_of([message for message in messages if isinstance(message, dict)])  # as stored, not checked
@@ -197,7 +175,7 @@ def with_pictures(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], messag
 
 def has_generation_tags(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template marks the model's own text (`{% generation %}`)."""
-    return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
+    return _GENERATION_TAG.search(tokenizer.get_chat_template()) is not None
 
 
 def decode_answer(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
@@ -205,21 +183,18 @@ def decode_answer(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str
 
     Special tokens around thoughts stay if the template mentions them: such a template drops the thoughts.
     """
-    template = tokenizer.get_chat_template()
-    special: set[int] = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special.update(tokenizer.all_special_ids, named_stop_ids(tokenizer) & tokenizer.added_tokens_decoder.keys())
+    template, added = tokenizer.get_chat_template(), tokenizer.added_tokens_decoder
+    special = {i for i, token in added.items() if token.special}
+    special.update(tokenizer.all_special_ids, named_stop_ids(tokenizer) & added.keys())
     names = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in special.intersection(ids)}
-    thoughts = {i for i, name in names.items() if "think" in name.lower() and name in template}
-    kept = [i for i in ids if i not in special or i in thoughts]
-    return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    dropped = {i for i, name in names.items() if "think" not in name.lower() or name not in template}
+    return str(tokenizer.decode([i for i in ids if i not in dropped], clean_up_tokenization_spaces=False))
 
 
 def answer_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Message:
-    """An answer as a message of the next prompt.
+    """An answer as a message of the next prompt: its whole text, from which templates drop thoughts (Qwen3, R1).
 
-    Templates of models that think in text (Qwen3, R1) drop earlier thoughts from the content, so content is the whole
-    text. Harmony models (gpt-oss) answer in channels, marked by special tokens; their template takes the analysis as
-    `thinking` and the user's text as `content`:
+    Harmony models (gpt-oss) answer in channels; their template takes the analysis as `thinking`:
 
         <|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>
     """
@@ -257,11 +232,7 @@ def _harmony_marks(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 def as_text(messages: Sequence[Message], images: Sequence[str] = ()) -> list[Message]:
     """The messages with content parts joined to one text, without separators.
 
-    Args:
-        images: the conversation's images, outside its messages.
-
-    Raises:
-        RenderError: "not text only: ..." for images and other parts.
+    Raises RenderError, "not text only: ...", for parts of other kinds and for `images` outside the messages.
     """
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
@@ -277,7 +248,7 @@ def as_text(messages: Sequence[Message], images: Sequence[str] = ()) -> list[Mes
 def _apply(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None, **settings: Any
 ) -> tuple[Prompt, Sequence[int]]:
-    """(what the template makes of `messages`, 1 for tokens inside generation tags where `settings` ask for them)"""
+    """(the rendered prompt, 1 for tokens inside generation tags where `settings` ask for them)"""
     pictures = _target_of(tokenizer).pictures
     parts, sources = in_parts(messages) if pictures is not None else ([], [])
     messages = parts if sources or (parts and not _shows_strings(tokenizer)) else as_text(messages)
@@ -301,8 +272,7 @@ def reads_pictures(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _shows_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template shows contents that are a string. LLaVA's shows lists of parts only, and drops others
-    without a word."""
+    """Whether the chat template shows contents that are a string. LLaVA's silently drops all but lists of parts."""
     probe = [{"role": "user", "content": "probe"}]
     try:
         return "probe" in str(tokenizer.apply_chat_template(probe, tokenize=False))
@@ -313,15 +283,12 @@ def _shows_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 over vocabulary, merges, normalisation and chat template: equal in every process for equal tokenizers.
 
-    A target's template includes target.thinking and target.template_args. The date of prompts is left out:
-    a drafter is for every day. So are truncation and padding: calls set them.
+    The template includes target.thinking and target.template_args, not the date: a drafter is for every day.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules: Any = None
+    backend, rules = getattr(tokenizer, "backend_tokenizer", None), None
     if backend is not None:
-        rules = {key: value for key, value in json.loads(backend.to_str()).items() if key not in _SET_BY_CALLS}
-    template: Any = tokenizer.chat_template
-    if undated := _target_of(tokenizer).undated:
-        template = undated if isinstance(template, dict) else undated["default"]
+        rules = json.loads(backend.to_str())
+        del rules["truncation"], rules["padding"]  # calls set them
+    template = _target_of(tokenizer).undated or tokenizer.chat_template
     content = {"rules": rules, "vocab": tokenizer.get_vocab(), "chat_template": template}
     return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

@@ -10,8 +10,7 @@ from draftsmith.recipes.schema import Recipe
 
 
 def longest_row(recipe: Recipe, files: TargetFiles) -> int:
-    """Most tokens of a row that regeneration writes and that training, capture and plans read: data.max_length, or
-    the target's positions where they are fewer. It reads and learns nothing that the target could not read itself."""
+    """Most tokens of a row: data.max_length, or the target's positions where they are fewer."""
     return min(recipe.data.max_length, files.positions)
 
 

@@ -1,13 +1,13 @@
-"""The attention of a target's layers by its config, and whether drafting supports it. Once the weights are loaded,
-`models.target_trials` tries the decoder.
+"""The attention of a target's layers by its config, and whether drafting supports it.
 
 Drafting needs a decoder that keeps only keys and values of tokens, so rejected ones can be dropped, and that follows a
-mask. transformers' cache for a config names the kind of every layer.
+mask. transformers' cache for a config names the kind of every layer; `models.target_trials` tries the loaded decoder.
 
 Shapes: Q queries, K keys.
 """
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -38,32 +38,24 @@ class AttentionKinds:
     def masks(self, seen: torch.Tensor, distance: torch.Tensor | None, dtype: torch.dtype) -> Any:
         """Additive masks for the decoder: one, or one per kind of layer if they are mixed.
 
-        A sliding layer sees key j from query i iff `seen` and position i - position j < window.
-
         Args:
             seen: bool [..., Q, K], allowed by causality and the tree.
             distance: int [..., Q, K], position of the query minus position of the key; needed where there is a window.
         """
+
+        def additive(allowed: torch.Tensor) -> torch.Tensor:
+            empty = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+            return empty.masked_fill_(~allowed, torch.finfo(dtype).min)
+
         if self.window is None:
-            return _additive(seen, dtype)
+            return additive(seen)
         assert distance is not None
-        sliding = _additive(seen & (distance < self.window), dtype)
-        if not self.mixed:
-            return sliding
-        return {"full_attention": _additive(seen, dtype), "sliding_attention": sliding}
-
-
-def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where allowed, the lowest finite number elsewhere."""
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
+        sliding = additive(seen & (distance < self.window))
+        return {"full_attention": additive(seen), "sliding_attention": sliding} if self.mixed else sliding
 
 
 def usable_positions(config: Any) -> int:
-    """How many tokens a decoder of this text config reads, as it was trained to and each alike.
-
-    Learnt positions end at max_position_embeddings. Rotations go on, but nobody trained the model on them, and
-    `dynamic` ones begin to change there. `longrope` ones change earlier (`changing_rotation`).
-    """
+    """How many tokens a decoder of this text config reads: to max_position_embeddings, or where rotations change."""
     # Families without such a key (BLOOM, MPT) bias attention by distance, at any length.
     most = getattr(config, "max_position_embeddings", None) or MOST_COUNTED
     return min(most, changing_rotation(config) or most)
@@ -82,15 +74,13 @@ def changing_rotation(config: Any) -> int | None:
     transformers takes the frequencies of a whole forward from its last position, and leaves cached keys as they are. A
     row's states would then depend on longer rows beside it, and a token's on drafted ones behind it.
     """
+    by_length = ("factor", "mscale")  # of the frequencies, and PhiMoE's of the states
     borders = [
         int(rope["original_max_position_embeddings"])
         for rope in rotations(config)
-        if rope["rope_type"] == "longrope" and any(rope.get(f"long_{x}") != rope.get(f"short_{x}") for x in _BY_LENGTH)
+        if rope["rope_type"] == "longrope" and any(rope.get(f"long_{x}") != rope.get(f"short_{x}") for x in by_length)
     ]
     return min(borders, default=None)
-
-
-_BY_LENGTH = ("factor", "mscale")  # of the frequencies, and PhiMoE's of the states
 
 
 def rotations(config: Any) -> list[dict[str, Any]]:
@@ -100,28 +90,22 @@ def rotations(config: Any) -> list[dict[str, Any]]:
 
 
 def attention_kinds(config: Any) -> AttentionKinds:
-    """The attention of a target's layers by its config; `target_trials.tried_attention` checks the decoder.
-
-    Raises:
-        UserError: draft trees cannot be verified: an encoder, layers that keep more than keys and values, attention in
-            chunks, windows of several lengths.
-    """
+    """The attention of a target's layers by its config. Raises UserError if draft trees cannot be verified."""
     if config.is_encoder_decoder:
         raise UserError(
             f"target.model: {config.model_type} is an encoder-decoder; drafters are trained for decoders alone"
         )
     config = config.get_text_config(decoder=True)
-    name = config.model_type
-    types: list[str] = list(getattr(config, "layer_types", None) or ())
+    name, types = config.model_type, list(getattr(config, "layer_types", None) or ())
     try:
         layers: list[Any] = DynamicCache(config=config).layers
     except (KeyError, AttributeError, ValueError, RuntimeError):  # layers that transformers' cache does not know
         layers = []
     kinds = [type(layer).__name__ for layer in layers]
     strange = {
-        types[i] if i < len(types) else kind
-        for i, kind in enumerate(kinds)
-        if kind not in (_FULL, _SLIDING, _DUMMY) or types[i : i + 1] == ["chunked_attention"]
+        named or kind
+        for kind, named in zip_longest(kinds, types[: len(kinds)])
+        if kind not in (_FULL, _SLIDING, _DUMMY) or named == "chunked_attention"
     }
     if not layers or name in _RECURRENT_FAMILIES:
         strange = set(types) or {"recurrent" if name in _RECURRENT_FAMILIES else "unknown"}
@@ -147,6 +131,12 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM if text_only else AutoModelForImageTextToText
 
 
+def planned_embedding_scale(config: Any) -> float:
+    """`Target.embedding_scale` as a text config tells it, for checks before any weight is read."""
+    usual = config.hidden_size**0.5 if config.model_type.startswith("gemma") else 1.0
+    return getattr(config, "embedding_multiplier", usual)
+
+
 def layer_configs(config: Any) -> list[Any]:
     """The text config of each layer. They differ in Gemma 4: layers with full attention have wider heads."""
     return list(config.per_layer_config)
@@ -154,14 +144,11 @@ def layer_configs(config: Any) -> list[Any]:
 
 def scaled_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:
     """Logits [..., V] after the scaling and soft-capping of their family."""
-    divisor = getattr(config, "logits_scaling", None)  # Granite
-    if divisor is not None:
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
         # HyperCLOVA X multiplies by a value of the same name.
         logits = logits * divisor if config.model_type == "hyperclovax" else logits / divisor
-    factor = getattr(config, "logit_scale", None)  # Cohere
-    if factor is not None:
+    if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
         logits = logits * factor
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    if cap is not None:
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
         logits = torch.tanh(logits / cap) * cap
     return logits

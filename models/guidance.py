@@ -6,13 +6,12 @@ condition's tokens. Their next-token logits are combined:
     conditional      c    <bos>  a       red     seven   <image>  17  3  40        logits = u + scale (c - u)
     unconditional    u    <bos>  <null>  <null>  <null>  <image>  17  3  40
 
-All words give way, those of the chat template, too, and those in an answer; image models write none. Both texts are
-equally long, so one draft tree, one acceptance and one length serve both. The head is linear, so it is the final states
-that are combined: what the head reads, training's teacher and EAGLE-1's feature (state L) are those of the guided law.
-States of deeper layers are the conditional text's.
+All words give way, those of the chat template, too. Both texts are equally long, so one draft tree, one acceptance and
+one length serve both. The head is linear, so it is the final states that are combined: what the head reads, training's
+teacher and EAGLE-1's feature (state L) are those of the guided law. Other states are the conditional text's.
 
-The unconditional text has its own keys and values. In the cache they are further heads of the same tokens, so whatever
-keeps, drops or moves cached tokens knows nothing of them:
+The unconditional text's keys and values are further heads of the same tokens in the cache, so whatever keeps, drops or
+moves cached tokens knows nothing of them:
 
     keys   [2B, heads, T, D]  in the decoder       [B, 2 heads, T, D]  in the cache
 
@@ -32,12 +31,7 @@ from draftsmith.models.target import Target, TargetStates
 
 
 class GuidedTarget(Target):
-    """A target that reads every text twice.
-
-    Args:
-        unconditional_V: from `image_tokens.unconditional_ids`.
-        scale: 1 is no guidance, 0 ignores the condition.
-    """
+    """A target that reads every text twice. A `scale` of 1 is no guidance, 0 ignores the condition."""
 
     def __init__(
         self, model: Any, unconditional_V: torch.Tensor, scale: float, capture_layers: Sequence[int] | None = None
@@ -51,7 +45,7 @@ class GuidedTarget(Target):
         return (wide + self.scale * (conditional.float() - wide)).to(conditional.dtype)
 
     def _with_guided_end(self, captured: torch.Tensor, capture: Sequence[int], last: torch.Tensor) -> torch.Tensor:
-        """The captured states with the guided final state, if it is among them; it is the highest."""
+        """The captured states with the guided final state, if state L is among them."""
         if self.num_layers not in capture:
             return captured
         return torch.cat((captured[..., : -self.hidden_size], last), dim=-1)
@@ -61,18 +55,15 @@ class GuidedTarget(Target):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ids = inputs.pop("input_ids")
         rows, fresh, twins = len(ids), not cache.layers, DynamicCache()
-        held: list[Any] = cache.layers
-        twin_layers: list[Any] = [_TwinLayer(layer) for layer in held]
-        twins.layers = twin_layers
+        twins.layers = [_TwinLayer(layer) for layer in cache.layers]  # type: ignore[arg-type]
         both = {name: _twice(value) for name, value in inputs.items()}
-        last, captured = super().run_decoder(
-            capture, twins, input_ids=torch.cat((ids, self.unconditional_V[ids])), **both
-        )
+        ids = torch.cat((ids, self.unconditional_V[ids]))
+        last, captured = super().run_decoder(capture, twins, input_ids=ids, **both)
         if fresh:
-            cache.layers = twins.layers
-            layers: list[Any] = cache.layers
+            layers: list[Any] = twins.layers
             for layer in layers:
                 layer.keys, layer.values = _as_heads(layer.keys), _as_heads(layer.values)
+            cache.layers = layers
         last = self._guided(last[:rows], last[rows:])
         return last, None if captured is None else self._with_guided_end(captured[:rows], capture, last)
 

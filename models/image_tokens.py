@@ -25,8 +25,6 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.picture_files import store_picture
 from draftsmith.recipes.sections.target import TargetSection
 
-END_OF_LINE = "<|extra_200|>"  # Emu3's
-
 
 def writes_images(config: Any) -> bool:
     """Whether a model with this config writes codes of an autoencoder inside its checkpoint."""
@@ -34,31 +32,16 @@ def writes_images(config: Any) -> bool:
 
 
 def code_tokens(config: Any) -> list[int]:
-    """The token of each code.
-
-    Raises:
-        UserError: the vocabulary lacks some.
-    """
+    """The token of each code."""
     names = sorted(name for name in config.vocabulary_map if name.startswith("<|visual token"))  # padded with zeros
-    codes = config.vq_config.codebook_size
-    if len(names) != codes:
-        raise UserError(
-            f"target.model: its vocabulary_map names {len(names):,} visual tokens, its codebook has {codes:,} codes"
-        )
     return [config.vocabulary_map[name] for name in names]
 
 
 def unconditional_ids(section: TargetSection, tokenizer: PreTrainedTokenizerBase, config: Any) -> torch.Tensor:
     """[V] for target.guidance, the token of the unconditional text in the place of each token: the null token for
-    words, itself for all others (`models.guidance`).
+    words, itself for special tokens and those in the vocabulary_map.
 
-    Words are tokens that are neither special nor in the vocabulary_map of codes.
-
-    Args:
-        config: the target's whole config.
-
-    Raises:
-        UserError: the target writes no images, or has no such null token.
+    Raises UserError if the target writes no images, or has no such null token.
     """
     assert section.guidance is not None
     if not writes_images(config):
@@ -79,22 +62,12 @@ def unconditional_ids(section: TargetSection, tokenizer: PreTrainedTokenizerBase
 
 
 class ImageTokens:
-    """The image part of a target.
-
-    Args:
-        model: a loaded model for which `writes_images` holds.
-
-    Attributes:
-        token_ids: of each code.
-
-    Raises:
-        UserError: as `code_tokens`.
-    """
+    """The image part of a loaded model for which `writes_images` holds."""
 
     def __init__(self, model: Any):
         self.autoencoder = model.base_model.vqmodel
         self.token_ids = code_tokens(model.config)
-        self.end_of_line: int | None = model.config.vocabulary_map.get(END_OF_LINE)
+        self.end_of_line: int | None = model.config.vocabulary_map.get("<|extra_200|>")  # Emu3's
         self._code = {token: code for code, token in enumerate(self.token_ids)}
 
     @staticmethod
@@ -120,7 +93,7 @@ class ImageTokens:
             [line] = lines
             side = isqrt(len(line))
             lines = [line[i : i + side] for i in range(0, len(line), side)] if side**2 == len(line) else []
-        return lines if len({*map(len, lines)}) == 1 else None
+        return lines if len(set(map(len, lines))) == 1 else None
 
     def stored(self, answer: Sequence[int], folder: Path) -> dict[str, str]:
         """Writes the answer's picture into `folder`. Returns its `path` and `sha256`; nothing if there is none."""

@@ -12,6 +12,7 @@ A target's slots are the nodes of a draft tree; a drafter's are its drafted colu
 Shapes: B rows, n new slots, S slots of this round so far (the new ones last), L columns looked at, A path length.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,23 +42,18 @@ class BufferKind:
 
 
 class KeyValues:
-    """The buffers of all layers.
-
-    Args:
-        kinds: of each layer's keys and values; None for a layer without its own.
-        lengths: committed columns of each row.
-        capacity: initial number of columns; buffers grow as needed.
-    """
+    """The buffers of all layers, which grow as needed. `kinds` has None for a layer without keys of its own."""
 
     def __init__(self, kinds: Sequence[tuple[BufferKind, BufferKind] | None], lengths: Sequence[int], capacity: int):
         self.kinds, self.lengths = list(kinds), list(lengths)
-        count: dict[BufferKind, int] = {}
+        count = Counter[BufferKind]()
         self._places: list[list[tuple[BufferKind, int]]] = []  # (buffer, index in it) of each layer's keys and values
         for pair in self.kinds:
             self._places.append([])
             for kind in pair or ():
-                self._places[-1].append((kind, count.get(kind, 0)))
-                count[kind] = count.get(kind, 0) + 1
+                self._places[-1].append((kind, count[kind]))
+                count[kind] += 1
+        self.device = next((kind.device for kind in count), torch.device("cpu"))
         rows = len(self.lengths)
         # [states of that kind, B or more rows, heads, capacity, head_dim]; zeros, because masks do not hide NaN.
         self._allocated = {
@@ -76,25 +72,18 @@ class KeyValues:
     def _moved(self) -> None:
         """The lengths changed."""
         self.even = min(self.lengths, default=0) == max(self.lengths, default=0)
-        self._on_devices: dict[torch.device, torch.Tensor] = {}
         self.end = max(self.lengths, default=0)
         self._written = max(self._written, self.end)
-        if not self.even:  # copied now, while the device is idle; a later copy would wait for queued work
-            for kind in self._buffers:
-                self._starts(kind.device)
+        if len(self.lengths) > 1:  # copied now, while the device is idle; a later copy would wait for queued work
+            self._starts_B1 = torch.tensor(self.lengths, device=self.device)[:, None]
+            self._rows_B1 = torch.arange(len(self.lengths), device=self.device)[:, None]
 
-    def _starts(self, device: torch.device) -> torch.Tensor:
-        """[B, 1] numbers of committed columns."""
-        if device not in self._on_devices:
-            self._on_devices[device] = torch.tensor(self.lengths, device=device)[:, None]
-        return self._on_devices[device]
-
-    def positions(self, count: int, device: torch.device, first_slot: int = 0) -> torch.Tensor:
+    def positions(self, count: int, first_slot: int = 0) -> torch.Tensor:
         """[B, count] columns of slots, from `first_slot` on."""
-        if len(self.lengths) == 1:  # nothing to copy to the device, which would wait for queued work
+        if len(self.lengths) == 1:  # nothing to copy
             first = self.lengths[0] + first_slot
-            return torch.arange(first, first + count, device=device)[None]
-        return self._starts(device) + torch.arange(first_slot, first_slot + count, device=device)
+            return torch.arange(first, first + count, device=self.device)[None]
+        return self._starts_B1 + torch.arange(first_slot, first_slot + count, device=self.device)
 
     def place(self, first_slot: int, count: int) -> None:
         """Prepares to write `count` slots from `first_slot` on."""
@@ -102,7 +91,7 @@ class KeyValues:
         self.reserve(end)  # which sets `end` anew if it grows
         self.end, self._first, self.count = end, first_slot, count
         self._written = max(self._written, end)
-        self._columns: dict[torch.device, torch.Tensor] = {}
+        self._columns_Bn = None if self.even else self.positions(count, first_slot)
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes [B, heads, n, head_dim] each; returns all columns up to the last one written, [B, heads, L, head_dim].
@@ -110,56 +99,47 @@ class KeyValues:
         Columns beyond a row's own hold arbitrary numbers: masks hide them (`seen`).
         """
         buffers = self._views[layer]
-        if self.even:
-            start = self.lengths[0] + self._first
-            for buffer, states in zip(buffers, (keys, values), strict=True):
-                buffer[:, :, start : self.end] = states
-        else:
-            device = keys.device
-            if device not in self._columns:
-                self._columns[device] = self.positions(self.count, device, self._first)
-            rows = torch.arange(len(self.lengths), device=device)[:, None]
-            for buffer, states in zip(buffers, (keys, values), strict=True):
-                buffer[rows, :, self._columns[device]] = states.transpose(1, 2)
+        for buffer, states in zip(buffers, (keys, values), strict=True):
+            if self._columns_Bn is None:
+                buffer[:, :, self.end - self.count : self.end] = states
+            else:
+                buffer[self._rows_B1, :, self._columns_Bn] = states.transpose(1, 2)
         return buffers[0][:, :, : self.end], buffers[1][:, :, : self.end]
 
     def seen(self, visible_BnS: torch.Tensor | None) -> torch.Tensor | None:
         """[B, n, L] bool: the columns that new slots see, committed ones and those in `visible_BnS`.
 
-        Args:
-            visible_BnS: None: one new slot, which sees all slots. If it then sees every column, the result is None:
-                attention is faster without a mask.
+        None stands for one new slot that sees all; the result is None if it sees every column, which is faster.
         """
+        if visible_BnS is None and self.even:
+            return None
         if visible_BnS is None:
-            if self.even:
-                return None
-            device = next(iter(self._buffers)).device
-            visible_BnS = torch.ones((len(self.lengths), 1, self._first + 1), dtype=torch.bool, device=device)
+            visible_BnS = torch.ones((len(self.lengths), 1, self._first + 1), dtype=torch.bool, device=self.device)
         if self.even:
             return functional.pad(visible_BnS, (self.lengths[0], 0), value=True)
-        device, slots = visible_BnS.device, visible_BnS.shape[2]
-        committed = torch.arange(self.end, device=device) < self._starts(device)  # [B, L]
-        at = self.positions(slots, device)[:, None].expand_as(visible_BnS)
+        committed = torch.arange(self.end, device=self.device) < self._starts_B1  # [B, L]
+        at = self.positions(visible_BnS.shape[2])[:, None].expand_as(visible_BnS)
         return committed[:, None].repeat(1, visible_BnS.shape[1], 1).scatter_(2, at, visible_BnS)
 
     def key_positions(self, slot_positions_BS: torch.Tensor) -> torch.Tensor:
         """[B, L] positions of all columns: 0, 1, 2, ... for committed ones, then the slots' given positions."""
-        device, rows = slot_positions_BS.device, len(self.lengths)
-        if self.even:
-            past = torch.arange(self.lengths[0], device=device).expand(rows, -1)
-            return torch.cat((past, slot_positions_BS), dim=1)
-        at = self.positions(slot_positions_BS.shape[1], device)
-        return torch.arange(self.end, device=device).repeat(rows, 1).scatter_(1, at, slot_positions_BS)
+        columns = torch.arange(self.end, device=self.device).repeat(len(self.lengths), 1)
+        return columns.scatter_(1, self.positions(slot_positions_BS.shape[1]), slot_positions_BS)
 
     def commit(self, counts: Sequence[int], path_BA: torch.Tensor | None = None) -> None:
-        """Commits the first counts[b] slots of path_BA[b] and drops the others.
+        """Commits the first counts[b] slots of path_BA[b], in ascending order, and drops the others.
 
-        Args:
-            path_BA: slots in ascending order; arbitrary behind counts[b] of them. None: slots 0, 1, 2, ..., which
-                need no move.
+        Behind these a path is arbitrary. None stands for slots 0, 1, 2, ..., which need no move.
         """
         if path_BA is not None:
-            self._gather(counts, path_BA)
+            path_BA = path_BA.to(self.device)
+            for buffer in self._buffers.values():  # all slots are read before any is written
+                if len(self.lengths) == 1:
+                    first, kept = self.lengths[0], counts[0]
+                    buffer[:, :, :, first : first + kept] = buffer.index_select(3, path_BA[0, :kept] + first)
+                else:
+                    source, place = self._starts_B1 + path_BA, self.positions(path_BA.shape[1])
+                    buffer[:, self._rows_B1, :, place] = buffer[:, self._rows_B1, :, source]
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._moved()
 
@@ -169,30 +149,15 @@ class KeyValues:
         self.lengths = list(lengths)
         self._moved()
 
-    def _gather(self, counts: Sequence[int], path_BA: torch.Tensor) -> None:
-        """Moves the slots of a path to its front. All are read before any is written."""
-        if len(self.lengths) == 1:
-            first, kept = self.lengths[0], counts[0]
-            for kind, buffer in self._buffers.items():
-                source = path_BA[0, :kept].to(kind.device) + first
-                buffer[:, :, :, first : first + kept] = buffer.index_select(3, source)
-            return
-        for kind, buffer in self._buffers.items():
-            path = path_BA.to(kind.device)
-            starts, rows = self._starts(kind.device), torch.arange(len(path), device=kind.device)[:, None]
-            target = self.positions(path.shape[1], kind.device)
-            buffer[:, rows, :, target] = buffer[:, rows, :, starts + path]
-
     def fill(self, row: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes columns 0, 1, ... of one row and layer, [1, heads, columns, head_dim] each."""
         for buffer, states in zip(self._views[layer], (keys, values), strict=True):
             buffer[row, :, : states.shape[2]] = states[0]
 
     def set_rows(self, kept: Sequence[int], new: Sequence[int] = ()) -> None:
-        """Keeps these rows, in this order, and adds rows behind them. Rows that keep their index cost nothing.
+        """Keeps these rows, in this order, and adds rows of `new` committed columns, for `fill` to write.
 
-        Args:
-            new: numbers of committed columns, for `fill` to write.
+        Rows that keep their index cost nothing.
         """
         end = self.end  # slots before it may yet be committed
         places = [place for place, row in enumerate(kept) if row != place]

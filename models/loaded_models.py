@@ -18,20 +18,15 @@ from draftsmith.recipes.sections.target import QuantizationSection, TargetSectio
 
 
 def drafting_dtype(target: Target) -> torch.dtype | None:
-    """The precision that a drafter's weights are rounded to. None: they stay as they were trained.
+    """The precision that a drafter's weights are rounded to: on a GPU the target's, as in serving engines.
 
-    On a GPU it is the target's, as in serving engines: a draft call takes about as long as reading the weights. On a
-    CPU bfloat16 is not always the faster one (LOG.md).
+    None: they stay as they were trained. On a CPU bfloat16 is not always the faster one (LOG.md).
     """
     return None if target.device.type == "cpu" else target.dtype
 
 
 class LoadedModels:
-    """A target, and what drafts for it.
-
-    Raises:
-        UserError: no such target.
-    """
+    """A target, and what drafts for it."""
 
     def __init__(self, files: TargetFiles):
         self.files = files

@@ -7,9 +7,8 @@ of the picture, and gets an insert with the picture:
     template      <|user|> What is it? <image> <|end|>
     prompt        <|user|> What is it? <image> <image> <image> <image> <|end|>        insert: a, 4 tokens
 
-Pictures are processed one by one, by the target's image processor in its version for Pillow: it needs no torchvision
-and gives the same pixels on every machine. A prompt keeps a picture's source, and reads it again when the target needs
-its pixels.
+Image processors are used in their version for Pillow, which needs no torchvision and gives the same pixels on every
+machine. A prompt keeps a picture's source, and reads it again when the target needs its pixels.
 """
 
 import hashlib
@@ -61,91 +60,63 @@ class PictureProcessor:
         # By width and height, on which the number depends alone: processing takes far longer than reading a picture.
         self._tokens: dict[tuple[int, int], int] = {}
 
-    @property
-    def processor(self) -> Any:
-        """The image processor, loaded with the first picture: a text prompt needs none."""
-        return self.files.image_processor
-
     def expanded(
         self, ids: Sequence[int], marks: Sequence[int], sources: Sequence[Any]
     ) -> tuple[list[int], list[int], tuple[Insert, ...]]:
-        """Token ids, their marks, and inserts, with the placeholders of each picture.
+        """Token ids, their marks, and inserts, with all placeholders of each picture; given with one for each.
 
-        Args:
-            ids: with one placeholder for each picture.
-            marks: of each token; placeholders pass theirs on.
-            sources: the pictures in order: see `opened`.
-
-        Raises:
-            RenderError: other numbers of placeholders and pictures, or a picture that cannot be read.
-            UserError: pictures of a family that is not supported.
+        Raises RenderError if there are fewer placeholders or sources (see `opened`), or if a picture cannot be read.
         """
         if sources:
             check_family(self.config)
-        written = sum(token == self.placeholder for token in ids)
-        if written != len(sources):
+        if (written := list(ids).count(self.placeholder)) != len(sources):
             raise RenderError(
                 f"pictures and placeholders differ: {len(sources)} and {written}; give each picture as a part "
                 '{"type": "image", "path": ...} of a message that the chat template shows pictures of, and write no '
                 "placeholder in its text"
             )
-        tokens, kept, inserts, left = list[int](), list[int](), list[Insert](), iter(sources)
+        tokens, kept, inserts = list[int](), list[int](), list[Insert]()
         for token, mark in zip(ids, marks, strict=True):
             count = 1
             if token == self.placeholder:
-                inserts.append(self.insert(len(tokens), next(left)))
+                inserts.append(self.insert(len(tokens), sources[len(inserts)]))
                 count = inserts[-1].length
             tokens += [token] * count
             kept += [mark] * count
         return tokens, kept, tuple(inserts)
 
     def placed(self, ids: Sequence[int], sources: Sequence[Any]) -> tuple[Insert, ...]:
-        """The inserts of a prompt with all its placeholders.
-
-        Args:
-            sources: the pictures in order: see `opened`. Those behind the prompt's last one are left out.
-
-        Raises:
-            RenderError: placeholders and pictures differ, or a picture cannot be read.
-            UserError: pictures of a family that is not supported.
-        """
+        """The inserts of a prompt with all its placeholders; sources may go on. Raises as `expanded` does."""
         if sources:
             check_family(self.config)
-        inserts, at = list[Insert](), 0
-        while (at := next((i for i in range(at, len(ids)) if ids[i] == self.placeholder), len(ids))) < len(ids):
+        inserts, end = list[Insert](), 0
+        for at, token in enumerate(ids):
+            if token != self.placeholder or at < end:
+                continue
             if len(inserts) == len(sources):
                 raise RenderError(f"pictures and placeholders differ: token {at} belongs to none of {len(sources)}")
             insert = self.insert(at, sources[len(inserts)])
-            written = sum(token == self.placeholder for token in ids[at : at + insert.length])
-            if written < insert.length:
+            end = at + insert.length
+            if (written := list(ids[at:end]).count(self.placeholder)) < insert.length:
                 raise RenderError(
                     f"pictures and placeholders differ: {written} placeholders at token {at} for a picture of "
                     f"{insert.length}; has it, or the target's processor, changed since the prompt was written?"
                 )
             inserts.append(insert)
-            at += insert.length
         return tuple(inserts)
 
     def insert(self, first: int, source: Any) -> PictureInsert:
-        """A picture whose first placeholder is at column `first`. Raises RenderError: it cannot be read (`opened`)."""
+        """A picture whose first placeholder is at column `first`. Raises RenderError if it cannot be read."""
         picture = opened(source)
         content = self._digest(picture)
         if picture.size not in self._tokens:
-            try:
-                pixels = self._processed(picture, content)
-            except ValueError as error:  # Qwen's sides may differ 200-fold at most
-                raise RenderError(f"a picture of {picture.width} x {picture.height} pixels: {error}") from error
-            self._tokens[picture.size] = embeddings_of(self.config, pixels)
+            self._tokens[picture.size] = embeddings_of(self.config, self._processed(picture, content))
         return PictureInsert(first, self._tokens[picture.size], content, partial(self.pixels, source, content))
 
     def pixels(self, source: Any, content: str) -> Mapping[str, torch.Tensor]:
         """What the vision tower reads of a picture.
 
-        Args:
-            content: the insert's digest.
-
-        Raises:
-            UserError: the source shows another picture now, or none.
+        Raises UserError if the source shows none now, or another one than that with the digest `content`.
         """
         if content in self._held:
             return self._held[content]
@@ -161,7 +132,7 @@ class PictureProcessor:
         return self._processed(picture, content)
 
     def _processed(self, picture: Image.Image, content: str) -> Mapping[str, torch.Tensor]:
-        pixels = dict(self.processor(images=[picture], return_tensors="pt"))
+        pixels = dict(self.files.image_processor(images=[picture], return_tensors="pt"))
         self._held[content] = pixels
         if len(self._held) > HELD_PICTURES:
             self._held.popitem(last=False)
@@ -169,8 +140,9 @@ class PictureProcessor:
 
     @cached_property
     def _settings(self) -> bytes:
-        kind, settings = type(self.processor).__name__, self.processor.to_dict()
-        return json.dumps([kind, settings], sort_keys=True, default=str).encode()
+        processor = self.files.image_processor
+        settings = [type(processor).__name__, processor.to_dict()]
+        return json.dumps(settings, sort_keys=True, default=str).encode()
 
     def _digest(self, picture: Image.Image) -> str:
         size = f"{picture.width}x{picture.height} ".encode()
@@ -178,13 +150,10 @@ class PictureProcessor:
 
 
 def opened(source: Any) -> Image.Image:
-    """A picture in RGB, upright (`recipes.prompts.pictures` says how).
+    """A picture in RGB, upright (`recipes.prompts.pictures` says how). Raises RenderError if it is not usable.
 
     Args:
         source: a place as for `read_picture`, alone or with its digest; a file's bytes; or a Pillow image.
-
-    Raises:
-        RenderError: no usable picture there.
     """
     try:
         if isinstance(source, Image.Image):
@@ -213,15 +182,7 @@ def check_family(config: Any) -> None:
 
 
 def embeddings_of(config: Any, pixels: Mapping[str, torch.Tensor]) -> int:
-    """Number of embeddings that the target makes of a picture.
-
-    Args:
-        config: the target's whole config, of a family that `check_family` knows.
-        pixels: of one picture, as its processor made them.
-
-    Raises:
-        UserError: the processor is not the target's.
-    """
+    """Number of embeddings that a target with this whole config makes of a picture. UserError: another's pixels."""
     vision, tiled, found = config.vision_config, config.model_type == "llava_next", None
     if config.model_type not in ("llava", "llava_next"):
         if "image_grid_thw" in pixels:  # patches are merged into squares
@@ -242,15 +203,11 @@ def embeddings_of(config: Any, pixels: Mapping[str, torch.Tensor]) -> int:
 
 
 def _of_tiles(config: Any, pixels: Mapping[str, torch.Tensor], patches: int) -> int | None:
-    """Number of embeddings that LLaVA-NeXT makes of a picture; None: it cannot read these pixels.
+    """Number of embeddings that LLaVA-NeXT makes of a picture with so many patches a tile; None: it cannot read it.
 
     It reads the whole picture in one tile, then the parts of an enlarged one, whose padding it cuts off again, and adds
     a newline to each row of patches. The model's own code counts, on tensors without content.
-
-    Args:
-        patches: of a tile.
     """
-    # Imported here, since other families do without.
     from transformers.models.llava_next.modeling_llava_next import LlavaNextModel, image_size_to_num_patches
 
     size, tiles = pixels.get("image_sizes"), pixels["pixel_values"].shape[-4]
@@ -271,8 +228,7 @@ def _of_tiles(config: Any, pixels: Mapping[str, torch.Tensor], patches: int) -> 
 def in_parts(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
     """The messages with every content as a list of parts, pictures without their sources, and these in order.
 
-    Raises:
-        RenderError: a part is neither text nor a picture, or a picture has no source.
+    Raises RenderError for a part that is neither text nor a picture, or a picture without a source.
     """
     sources: list[Any] = []
 

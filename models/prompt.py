@@ -8,11 +8,9 @@ Only `Target.inputs` turns a prompt into the first decoder layer's input:
     embeddings    t   t   e   e   e   t   t        t: a row of the embedding table, e: the insert's
     positions     0   1   2   3   4   5   6
 
-A `Prompt` goes from the chat template to `TargetSession.prefill` and `Target.states`. Drafters read `DecoderInputs`, in
-decoding and in the unroll. A new kind of input needs an `Insert` here and its embeddings in `Target.read_insert`, but
-no change in the drafters.
-
-Keys of answers, stored states and labels hash the inserts, too: one question about two pictures is two prompts.
+Drafters read these `DecoderInputs`, in decoding and in the unroll. A new kind of input needs an `Insert` here and its
+embeddings in `Target.read_insert`, but no change in the drafters. Keys of answers, stored states and labels hash the
+inserts, too: one question about two pictures is two prompts.
 
 Shapes: B rows, T tokens, n tokens of an insert, H hidden size.
 """
@@ -34,10 +32,7 @@ class RenderError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Insert:
-    """Non-text input in place of consecutive placeholder tokens: the base class.
-
-    Inserts are equal if kind, place and content are.
-    """
+    """Non-text input in place of consecutive placeholder tokens: the base class. Equal if kind, place, content are."""
 
     first: int  # column of its first token in the prompt
 
@@ -52,9 +47,7 @@ class Insert:
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Insert):
-            return NotImplemented
-        return (type(self), self.first, self.digest) == (type(other), other.first, other.digest)
+        return type(self) is type(other) and (self.first, self.digest) == (other.first, other.digest)  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
         return hash((self.first, self.digest))
@@ -82,11 +75,7 @@ class EmbeddingInsert(Insert):
 
 @dataclass(frozen=True, eq=False)
 class Prompt(Sequence[int]):
-    """A sequence of token ids with inserts.
-
-    Raises:
-        ValueError: an insert reaches beyond the tokens, or inserts overlap.
-    """
+    """A sequence of token ids with inserts, which must neither overlap nor reach beyond the tokens."""
 
     token_ids: Sequence[int]
     inserts: tuple[Insert, ...] = ()

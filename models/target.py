@@ -1,7 +1,6 @@
-"""The target model: hidden states, logits. `models.target_files` loads it.
+"""The target model: any causal LM of transformers with a list of decoder layers. `models.target_files` loads it.
 
-A target is any causal LM of transformers with a list of decoder layers. A vision-language model has a vision part, too
-(`models.vision`). A target has three uses:
+It has three uses:
 
 - `states`: one causal pass over padded rows, for training;
 - `session`: decoding, one forward over a whole draft tree (`models.target_session`);
@@ -32,7 +31,6 @@ from draftsmith.models.target_trials import (
     Packing,
     check_trees,
     embedding_scales,
-    naming_bad_weights,
     tried_attention,
     working_packing,
 )
@@ -41,31 +39,23 @@ from draftsmith.recipes.errors import UserError, first_line, quoted
 
 
 def device_name(wanted: str) -> str:
-    """`wanted`, or for `auto` the accelerator if there is one, else the CPU.
-
-    Raises:
-        UserError: this machine, or this build of PyTorch, has no such device.
-    """
-    if wanted != "auto":
-        try:
-            torch.empty(1, device=wanted).cpu()
-        except (RuntimeError, AssertionError, NotImplementedError) as error:  # by kind of device, and by build
-            raise UserError(
-                f"target.device: {wanted!r} cannot be used here ({first_line(error)}); write auto, cpu, or an "
-                "accelerator of this machine such as cuda:0"
-            ) from None
-        return wanted
-    return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+    """`wanted`, or for `auto` the accelerator if there is one, else the CPU. Raises UserError if not usable here."""
+    if wanted == "auto":
+        return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+    try:
+        torch.empty(1, device=wanted).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # by kind of device, and by build
+        raise UserError(
+            f"target.device: {wanted!r} cannot be used here ({first_line(error)}); write auto, cpu, or an "
+            "accelerator of this machine such as cuda:0"
+        ) from None
+    return wanted
 
 
 def checked_capture_layers(layers: Sequence[int] | None, num_layers: int, final: bool = False) -> tuple[int, ...]:
-    """`layers`, or the defaults where None.
+    """`layers`, or the defaults where None. Raises UserError unless ascending, distinct and within 0 to L-1.
 
-    Args:
-        final: also allow state L, the output of the final norm (EAGLE-1's feature).
-
-    Raises:
-        UserError: not ascending and distinct, or outside 0 to L-1.
+    `final` also allows state L, the output of the final norm (EAGLE-1's feature).
     """
     if layers is None:
         return default_capture_layers(num_layers)
@@ -80,8 +70,7 @@ def checked_capture_layers(layers: Sequence[int] | None, num_layers: int, final:
 def default_capture_layers(num_layers: int) -> tuple[int, int, int]:
     """EAGLE-3's (2, L//2, L-3), in `hidden_states` numbering: state i is the input of layer i, state 0 the embedding.
 
-    Raises:
-        UserError: below 7 layers the three collide or do not ascend.
+    Raises UserError below 7 layers, where the three collide or do not ascend.
     """
     if num_layers < 7:
         raise UserError(
@@ -109,22 +98,17 @@ class TargetStates:
 
 
 class Target:
-    """A loaded causal LM with capture hooks.
+    """A causal LM, as `TargetFiles.load_model` returns it, with capture hooks.
 
     The constructor tries embeddings, head and draft trees on a few tokens. It raises UserError where the model computes
     them differently from this file.
-
-    Args:
-        model: returned by `TargetFiles.load_model`.
-        capture_layers: see `checked_capture_layers`.
     """
 
     def __init__(self, model: Any, capture_layers: Sequence[int] | None = None):
         self.model = model
         self.name = type(model).__name__
         self.config = model.config.get_text_config(decoder=True)
-        with naming_bad_weights(model):
-            self.kinds = tried_attention(model)
+        self.kinds = tried_attention(model)
         self.decoder = model.get_decoder()
         self.layers = decoder_layers(model)
         self.num_layers = len(self.layers)
@@ -137,9 +121,8 @@ class Target:
         self.vocab_size: int = self.head.weight.shape[0]  # type: ignore[union-attr]
         self.capture_layers = checked_capture_layers(capture_layers, self.num_layers, final=True)
         # The decoder multiplies rows of `embedding_table` by this before its first layer; 1 where it does more.
-        with naming_bad_weights(model):
-            self.embedding_scale, self.scale_behind_embedding = embedding_scales(self)  # type: ignore[arg-type]
-            check_trees(self)  # type: ignore[arg-type]
+        self.embedding_scale, self.scale_behind_embedding = embedding_scales(self)  # type: ignore[arg-type]
+        check_trees(self)  # type: ignore[arg-type]
         self._packing: Packing | None = None  # unknown until `try_documents`
 
     @property
@@ -162,7 +145,7 @@ class Target:
 
     @cached_property
     def vision_digest(self) -> str | None:
-        """Of all parameters that stand before the decoder of a vision-language model; None: it reads text only."""
+        """Of the parameters before the decoder of a vision-language model; None: it reads text only."""
         if self.pictures is None:
             return None
         text = {id(parameter) for part in (self.decoder, self.head) for parameter in part.parameters()}
@@ -193,11 +176,9 @@ class Target:
             inserts: parts before the first or after the last column are cut off.
             dtype: of the embeddings, also while scaling; None: the target's.
         """
-        embeddings = self.embed(ids, dtype)
-        whole: list[PlacedRows] = []
+        embeddings, whole = self.embed(ids, dtype), list[PlacedRows]()
         for placed in inserts:
-            rows = self._insert(placed, embeddings, self.scale_behind_embedding)
-            if rows is not None:
+            if (rows := self._insert(placed, embeddings, self.scale_behind_embedding)) is not None:
                 whole.append(PlacedRows(placed.row, placed.insert.first, rows))
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
@@ -210,11 +191,7 @@ class Target:
         return rows if self.embedding_scale == 1 else rows * self.embedding_scale
 
     def read_insert(self, insert: Insert) -> torch.Tensor:
-        """[n, H] embeddings that replace the insert's tokens, in the scale of `get_input_embeddings()(ids)`.
-
-        Raises:
-            UserError: this target cannot read such an insert.
-        """
+        """[n, H] embeddings that replace the insert's tokens, in the scale of `get_input_embeddings()(ids)`."""
         if isinstance(insert, PictureInsert):
             if self.pictures is None:
                 raise UserError(
@@ -242,8 +219,7 @@ class Target:
         """The decoder's keyword arguments for texts from their beginning.
 
         Ids where there is no insert: some families use them elsewhere, too. Positions where the decoder's own, 0, 1, 2,
-        ... along each row, are wrong: packed documents, and pictures in M-RoPE. What deeper layers read of pictures, in
-        the families that have it.
+        ... along each row, are wrong. What deeper layers read of pictures, in the families that have it.
         """
         arguments: dict[str, Any] = {} if documents is None else {"position_ids": documents.position}
         if not inserts:
@@ -286,10 +262,6 @@ class Target:
         Args:
             capture: layers to capture, possibly none; None: the target's `capture_layers`.
             documents: packed documents, each read as if it were alone; None: every row is one document.
-            inserts: embeddings that replace tokens.
-
-        Raises:
-            UserError: this decoder does not keep packed documents apart.
         """
         if documents is not None:
             self.try_documents()
@@ -308,9 +280,8 @@ class Target:
         """Final states [B, T, H].
 
         Documents are kept apart by our own attention function (`models.document_attention` draws what they see) or, in
-        families with their own attention formulas, by masks, after a trial that the decoder follows them. transformers
-        can derive masks from position_ids, but which families support restarting positions changes from release to
-        release.
+        families with their own attention formulas, by masks. transformers can derive masks from position_ids, but which
+        families support restarting positions changes from release to release.
         """
         inputs: dict[str, Any] = self.decoder_arguments(input_ids_BT, inserts, documents) | {"use_cache": False}
         if documents is None:
@@ -336,15 +307,13 @@ class Target:
     def run_decoder(
         self, capture: Sequence[int], cache: DynamicCache, **inputs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One forward behind `cache`: (final states [B, T, H], captured states [B, T, F], or None where `capture` is
-        empty)."""
+        """One forward behind `cache`: (final states [B, T, H], captured [B, T, F] or None if `capture` is empty)."""
         with self.capturing(capture) as captured:
             last = self.decoder(**inputs, **behind(self.decoder, cache)).last_hidden_state
         return last, side_by_side(captured) if captured else None
 
     def uneven_passes(self) -> AbstractContextManager[None]:
-        """A context for forwards that some processes of a run make more often than others. It does nothing here: each
-        process has a whole target. `train.run.sharded_target` overrides it."""
+        """A context for forwards that some processes of a run make more often than others, for sharded targets."""
         return nullcontext()
 
     def session(self, capture: Sequence[int] = ()) -> TargetSession:
@@ -355,8 +324,7 @@ class Target:
     def capturing(self, layers: Sequence[int], end_there: bool = False) -> Iterator[list[torch.Tensor]]:
         """Collects the inputs of `layers` during one forward; for layer L, the decoder's output.
 
-        Args:
-            end_there: raise `_AllCaptured` in the forward once all are captured.
+        With `end_there`, the forward ends with `_AllCaptured` once all are captured.
         """
         captured: list[torch.Tensor] = []
 
@@ -382,11 +350,7 @@ class Target:
 
     @torch.no_grad()
     def try_documents(self) -> None:
-        """Finds out, once, how this decoder keeps packed documents apart.
-
-        Raises:
-            UserError: it does not.
-        """
+        """Finds out, once, how this decoder keeps packed documents apart. Raises UserError if it does not."""
         if self._packing is None:
             self._packing = working_packing(self)  # type: ignore[arg-type]
 

@@ -17,78 +17,51 @@ from draftsmith.models.alignment import Columns, Documents
 
 @dataclass(frozen=True)
 class SeenPicture:
-    """A picture's columns in its text, of which only the last `kept` exist.
-
-    Attributes:
-        first, end: its columns are first <= t < end.
-        vectors: [Q, H] made of the picture.
-    """
+    """A picture's columns in its text, first <= t < end, of which only the last `kept` exist."""
 
     first: int
     end: int
     kept: int
-    vectors: torch.Tensor
-
-    def removed_before(self, length: int) -> int:
-        """Columns below `length` that do not exist."""
-        return max(0, min(length, self.end - self.kept) - self.first)
+    vectors: torch.Tensor  # [Q, H] made of the picture
 
 
 def columns_of_picture(token: int, tokens: int, most: int) -> tuple[int, int, int]:
-    """(first, end, kept) of a picture, as in `SeenPicture`.
-
-    Args:
-        token: position of its first token; no column reads x[0].
-        most: columns that may stay.
-    """
+    """(first, end, kept) of a picture whose first token is at position `token`, of which `most` columns may stay."""
     first, end = max(0, token - 1), token - 1 + tokens
     return first, end, min(most, end - first)
 
 
-# Of one text; the key is the position of the picture's first token.
+# Of one text, by the position of the picture's first token.
 Pictures = dict[int, SeenPicture]
 
 
 def columns_within(length: int, pictures: Pictures) -> int:
     """Number of columns that exist of a text's first `length`."""
-    return length - sum(picture.removed_before(length) for picture in pictures.values())
+    return length - sum(max(0, min(length, each.end - each.kept) - each.first) for each in pictures.values())
 
 
 @dataclass(frozen=True)
 class TextColumns:
-    """Consecutive columns of one text in a batch: columns before, ..., before + count - 1 of the text.
-
-    Attributes:
-        row, first: place of the first of them in the batch.
-        pictures: known so far. Drafters that compress pictures add those that reach into these columns.
-    """
+    """Columns before, ..., before + count - 1 of one text in a batch, from column `first` of row `row` on."""
 
     row: int
     first: int
     count: int
     before: int = 0
+    # Known so far. Drafters that compress pictures add those that reach into these columns.
     pictures: Pictures = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class TargetColumns:
-    """What `FeatureDrafter.fuse` and `FeatureDrafter.entry` read for the columns that exist.
+    """What `FeatureDrafter.fuse` and `FeatureDrafter.entry` read for the columns that exist."""
 
-    Attributes:
-        captured: [B, C, F] the target's states.
-        embeddings: [B, C, H] of the token behind each column's position.
-        positions: [B, C] in the text, where removed columns count, too.
-        counts: [B] columns of each row; padding stands behind them.
-        context: further arguments of `FeatureDrafter.entry`, [B, C, ...] each.
-        exists: [B, T] bool, on the CPU; None: all T do.
-    """
-
-    captured: torch.Tensor
-    embeddings: torch.Tensor
-    positions: torch.Tensor
-    counts: Sequence[int]
-    context: tuple[torch.Tensor, ...] = ()
-    exists: torch.Tensor | None = None
+    captured: torch.Tensor  # [B, C, F] the target's states
+    embeddings: torch.Tensor  # [B, C, H] of the token behind each column's position
+    positions: torch.Tensor  # [B, C] in the text, where removed columns count, too
+    counts: Sequence[int]  # [B] columns of each row; padding stands behind them
+    context: tuple[torch.Tensor, ...] = ()  # further arguments of `FeatureDrafter.entry`, [B, C, ...] each
+    exists: torch.Tensor | None = None  # [B, T] bool, on the CPU; None: all T do
 
     def renumbered(self, columns: Columns, documents: Documents | None) -> tuple[Columns, Documents | None]:
         """Counted columns and packed documents along C instead of T.
@@ -103,10 +76,10 @@ class TargetColumns:
         index = along_C.to(columns.index.device).gather(1, columns.index)
         runs = columns.known_runs
         if runs is not None:
-            before = along_C + 1 - self.exists.long()  # columns that exist to the left
-            places = [(int(before[run.row, run.start]), int(along_C[run.row, run.before])) for run in runs]
+            left = along_C + 1 - self.exists.long()  # columns that exist to the left
             runs = tuple(
-                replace(run, start=start, before=first) for run, (start, first) in zip(runs, places, strict=True)
+                replace(run, start=int(left[run.row, run.start]), before=int(along_C[run.row, run.before]))
+                for run in runs
             )
         moved = Columns(torch.where(columns.depth > 0, index, 0), columns.depth, runs)
         if documents is None:

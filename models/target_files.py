@@ -1,19 +1,17 @@
-"""What a target is, as its files tell it before any weight is read, and how it is loaded.
-
-The one place that opens a target's files: a folder's, or a Hub repository's in the Hub's cache.
+"""What a target's files tell before any weight is read, and how it is loaded. Only this module opens a target's files,
+in a folder or in the Hub's cache.
 """
 
 import copy
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import (
@@ -31,13 +29,18 @@ from draftsmith.models.adapter import adapter_digest, merged
 from draftsmith.models.chat import attach, listed_stops, set_template, tokenizer_fingerprint
 from draftsmith.models.costs import TargetSize, target_size, torch_dtype
 from draftsmith.models.digests import tensor_digest
-from draftsmith.models.families import attention_kinds, auto_class, rotations, usable_positions
+from draftsmith.models.families import (
+    attention_kinds,
+    auto_class,
+    planned_embedding_scale,
+    rotations,
+    usable_positions,
+)
 from draftsmith.models.guidance import GuidedTarget
 from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.picture_prompts import PictureProcessor
 from draftsmith.models.quantize import check_quantization, precision_name, quantize_layers
 from draftsmith.models.target import Target, decoder_layers, device_name
-from draftsmith.models.target_trials import scale_without_weights
 from draftsmith.models.turn_ends import stop_ids
 from draftsmith.models.vision import is_vision_language
 from draftsmith.recipes.command.launch import note_crowd
@@ -47,28 +50,16 @@ from draftsmith.recipes.files.hub import check_model
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.sections.target import TargetSection
 
-# Sizes far beyond those of any model.
-LARGEST = {
-    "num_hidden_layers": 10_000,
-    "hidden_size": 1_000_000,
-    "intermediate_size": 100_000_000,
-    "num_attention_heads": 100_000,
-    "vocab_size": 100_000_000,
-    "max_position_embeddings": 1_000_000_000,
-}
 BORDER = "original_max_position_embeddings"
 ROTARY_NUMBERS = ("rope_theta", "factor", BORDER, "low_freq_factor", "high_freq_factor")
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "*.bpe")  # one of them at least
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class TargetFiles:
     """The target of a recipe's section. Each file is read when it is first asked for, and once.
 
-    All raise UserError where there is no such target, or none that can be used here.
-
-    Args:
-        large: of a draft model, the target that it drafts for: it has that one's tokenizer, and needs no chat template.
+    All raise UserError where there is no such target, or none that can be used here. A draft model has the tokenizer of
+    the target that it drafts for, `large`.
     """
 
     def __init__(self, section: TargetSection, large: "TargetFiles | None" = None):
@@ -85,7 +76,7 @@ class TargetFiles:
 
     @cached_property
     def config(self) -> Any:
-        """The whole config, of a family that is supported (`families.attention_kinds`) and with possible sizes."""
+        """The whole config, of a family that is supported (`families.attention_kinds`)."""
         model = self.section.model
         if (Path(model) / "adapter_config.json").exists():
             raise UserError(
@@ -102,8 +93,13 @@ class TargetFiles:
                 "correct it (in a copy of the model's folder)"
             ) from error
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"target.model: no model at {model!r}: {_why_no_config(model, error)}") from error
-        _check_numbers(model, config.get_text_config(decoder=True))
+            reason = first_line(error)
+            if Path(model).is_dir() and not (Path(model) / "config.json").exists():
+                reason = "the directory has no config.json"
+            elif not Path(model).is_dir() and not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model):
+                reason = "no such directory"
+            raise UserError(f"target.model: no model at {model!r}: {reason}") from error
+        _check_rotations(model, config.get_text_config(decoder=True))
         attention_kinds(config)
         return config
 
@@ -128,23 +124,14 @@ class TargetFiles:
         """The model on torch's meta device; None for what is no causal LM, which `load` will say."""
         try:
             with torch.device("meta"):
-                return self._built()
+                config = copy.deepcopy(self.config)  # building a model writes into it
+                return auto_class(config).from_config(config, trust_remote_code=self.section.trust_remote_code)
         except ValueError:
             return None
 
-    def _built(self) -> Any:
-        config = copy.deepcopy(self.config)  # building a model writes into it
-        return auto_class(config).from_config(config, trust_remote_code=self.section.trust_remote_code)
-
     @property
     def planned_embedding_scale(self) -> float:
-        """`Target.embedding_scale`, before any weight is read; 1 for what is no causal LM."""
-        try:
-            with init_empty_weights(include_buffers=False):
-                model = self._built()
-        except ValueError:
-            return 1.0
-        return scale_without_weights(model, decoder_layers(model)[0])
+        return planned_embedding_scale(self.text_config)
 
     def check_precision(self, device: str | None = None) -> None:
         """`quantize.check_quantization` of target.quantization, before any weight is read."""
@@ -157,12 +144,7 @@ class TargetFiles:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """With the recipe's chat template and variables, and with what `chat` and `turn_ends` ask of a target.
-
-        Raises:
-            UserError: no tokenizer; no valid chat template; a variable that the template never reads; ordinary tokens
-                without an embedding in the model; guidance that the target cannot have.
-        """
+        """With the recipe's chat template and variables, and with what `chat` and `turn_ends` ask of a target."""
         if self.large is not None:
             return self.large.tokenizer
         section, tokenizer = self.section, self.stored_tokenizer()
@@ -192,22 +174,15 @@ class TargetFiles:
         return tokenizer
 
     def stored_tokenizer(self) -> PreTrainedTokenizerBase:
-        """A copy as it is stored, without the recipe's changes. LLaVA's has no chat template; it takes the
-        processor's."""
-        self._check_there()
-        model = self.section.model
+        """A copy as it is stored, without the recipe's changes. LLaVA's takes the processor's chat template."""
+        model, _ = self.section.model, self.config  # which tokenizers read, too
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, **self._where)
-        except StrictDataclassError:
-            _ = self.config  # which tokenizers read, too; it says what is wrong
-            raise
         except (OSError, ValueError, ImportError, KeyError) as error:
-            folder = Path(model)
-            if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
-                reason = "the folder has no tokenizer; copy the target's tokenizer.json and tokenizer_config.json there"
-            else:
-                reason = first_line(error)
-            raise UserError(f"target.model: cannot load a tokenizer from {model!r}: {reason}") from error
+            raise UserError(
+                f"target.model: cannot load a tokenizer from {model!r} ({first_line(error)}); are the target's "
+                "tokenizer.json and tokenizer_config.json there?"
+            ) from error
         if not tokenizer.chat_template:
             with suppress(OSError, ValueError, KeyError):  # no such file, or none that can be read
                 processor = ProcessorMixin.get_processor_dict(model, revision=self.section.revision)[0]
@@ -255,18 +230,24 @@ class TargetFiles:
 
     def save_without_weights(self, directory: Path) -> None:
         """Writes config, tokenizer and image processor, without the recipe's changes to the template."""
-        self.config.save_pretrained(directory)
+        parts = [self.config, self.generation_config, self.stored_tokenizer()]
         if is_vision_language(self.config):
             with suppress(UserError):  # without a processor it reads text only
-                self.image_processor.save_pretrained(directory)
-        self.generation_config.save_pretrained(directory)
-        self.stored_tokenizer().save_pretrained(directory)
+                parts.append(self.image_processor)
+        for part in parts:
+            try:
+                part.save_pretrained(directory)
+            except Exception as error:  # tokenizers has no kind of its own for a full disk
+                raise UserError(
+                    f"{directory}: the target's files cannot be written ({first_line(error)}); make room, or name "
+                    "another place"
+                ) from error
 
     # What tells it from other targets.
 
     @cached_property
     def changes(self) -> dict[str, Any]:
-        """What the recipe changes in the checkpoint's weights or its law."""
+        """What the recipe changes in the checkpoint's weights or its law, by name."""
         guidance = self.section.guidance
         return {
             "adapter": adapter_digest(self.section),
@@ -276,8 +257,7 @@ class TargetFiles:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What drafters (`checkpoint.check_identity`), recorded answers and stored states must agree with, as far as
-        it is known without weights."""
+        """What drafters, recorded answers and stored states must agree with, as far as it is known without weights."""
         config = self.text_config
         return {
             "model": self.section.model,
@@ -294,14 +274,9 @@ class TargetFiles:
         return self.identity | weight_digests(target)
 
     def layout(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Facts that exports of a drafter need: with them, they work without the target.
+        """Facts that exports of a drafter need, to work without the target that had this dtype.
 
-        Args:
-            dtype: the target's while the drafter was trained.
-
-        Returns:
-            `architectures`, `model_type`, `dtype`; `embeddings` and `head`, the names of these parameters in the loaded
-            model, which files of some families abbreviate; `tied`, whether they are one.
+        `embeddings` and `head` name these parameters in the loaded model; files of some families abbreviate them.
         """
         config, model = self.config, self.skeleton()
         names = {id(module): name for name, module in model.named_modules()}
@@ -318,11 +293,7 @@ class TargetFiles:
     # Weights.
 
     def load(self, capture_layers: Sequence[int] | None = None, device: str | None = None) -> Target:
-        """The target, guided if the section says so.
-
-        Raises:
-            UserError: as `load_model`, `Target` and `unconditional_ids`.
-        """
+        """The target, guided if the section says so."""
         guidance = self.section.guidance
         if guidance is None:
             return Target(self.load_model(device), capture_layers)
@@ -330,13 +301,7 @@ class TargetFiles:
         return GuidedTarget(self.load_model(device), ids, guidance.scale, capture_layers)
 
     def load_model(self, device: str | None = None) -> Any:
-        """The model in evaluation mode, all parameters frozen, on `device` (None: the section's).
-
-        Raises:
-            UserError: nothing loadable there, an unsupported family (`families.attention_kinds`), missing weights,
-                only pickled weights (only safetensors are read), an adapter that does not fit, or a quantisation that
-                cannot be had here.
-        """
+        """The model in evaluation mode, all parameters frozen, on `device` (None: the section's)."""
         where = device_name(device or self.section.device)
         self.check_precision(where)
         if where == "cpu":
@@ -349,23 +314,22 @@ class TargetFiles:
     def read_model(self) -> Any:
         """Like `load_model`, in the checkpoint's precision, on the CPU or wherever transformers puts the weights."""
         section, config = self.section, self.config
+        # Older releases have no such hook and keep their own bars.
+        getattr(logging, "set_tqdm_hook", lambda hook: None)(_bar)
         try:
-            with _our_bars():
-                result: Any = auto_class(config).from_pretrained(
-                    section.model,
-                    **self._where,
-                    dtype=section.dtype if section.dtype == "auto" else getattr(torch, section.dtype),
-                    use_safetensors=True,
-                    output_loading_info=True,
-                )
+            loaded, report = auto_class(config).from_pretrained(
+                section.model,
+                **self._where,
+                dtype=section.dtype if section.dtype == "auto" else getattr(torch, section.dtype),
+                use_safetensors=True,
+                output_loading_info=True,
+            )
         except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
             raise UserError(self._why_not_loaded(error)) from error
-        loaded, report = result
         if missing := sorted(report["missing_keys"]):
             raise UserError(
                 f"target.model: {section.model!r} lacks {len(missing)} of its tensors ({', '.join(missing[:3])}"
-                f"{', ...' if len(missing) > 3 else ''}), which would start as random numbers; is it a causal LM's "
-                "checkpoint, whole and with its head?"
+                f"{', ...' if len(missing) > 3 else ''}); is it a causal LM's checkpoint, whole and with its head?"
             )
         return merged(loaded, section).eval().requires_grad_(False)
 
@@ -394,22 +358,16 @@ class TargetFiles:
         return {"revision": self.section.revision, "trust_remote_code": self.section.trust_remote_code}
 
     def _check_there(self) -> None:
-        """Raises UserError for a model that is neither here nor on the Hub, and for a GGUF file, or a folder that holds
-        no other model."""
+        """Raises UserError for a model that is neither here nor on the Hub, and for GGUF."""
         model = self.section.model
         path = Path(model)
-        if path.suffix.lower() == ".gguf":
-            missing = f"no such file: {model!r}, and GGUF is not read here"
-            what = f"{model!r} is a GGUF file" if path.exists() else missing
-        elif not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
-            what = f"{model!r} holds a GGUF file ({files[0].name}) and no config.json"
-        else:
-            check_model(model, self.section.revision)
-            return
-        raise UserError(
-            f"target.model: {what}; name the folder or Hub id of the model that it was converted from, with "
-            "config.json, tokenizer and safetensors (target.quantization gives it few bits)"
-        )
+        if path.suffix.lower() == ".gguf" or (any(path.glob("*.gguf")) and not (path / "config.json").exists()):
+            raise UserError(
+                f"target.model: {model!r} is GGUF, which is not read here; name the folder or Hub id of the model that "
+                "it was converted from, with config.json, tokenizer and safetensors (target.quantization gives it few "
+                "bits)"
+            )
+        check_model(model, self.section.revision)
 
     def _why_not_loaded(self, error: Exception) -> str:
         model = self.section.model
@@ -429,21 +387,15 @@ class TargetFiles:
 def weight_digests(target: Target) -> dict[str, str]:
     """`embedding_digest`, and `vision_digest` of a target that reads pictures.
 
-    They tell fine-tunes with embeddings, tower or projector of their own from each other, not those with other layers.
+    They tell fine-tunes with other embeddings, tower or projector from each other, not those with other layers.
     """
     vision = {} if target.vision_digest is None else {"vision_digest": target.vision_digest}
     return {"embedding_digest": tensor_digest(target.embedding_table)} | vision
 
 
-def _check_numbers(model: str, config: Any) -> None:
-    """Raises UserError for impossible sizes, before anything is built from them."""
+def _check_rotations(model: str, config: Any) -> None:
+    """Raises UserError for impossible numbers, which transformers would meet while it builds the model."""
     wrong = [
-        f"{name} {quoted(value)}, not a whole number from 1 to {most:,}"
-        for name, most in LARGEST.items()
-        if (value := getattr(config, name, None)) is not None
-        if type(value) is not int or not 1 <= value <= most
-    ]
-    wrong += [
         f"{name} {quoted(value)} among its rope_parameters, not a number above 0"
         for rope in rotations(config)
         for name in ROTARY_NUMBERS
@@ -454,19 +406,10 @@ def _check_numbers(model: str, config: Any) -> None:
         raise UserError(f"target.model: the config.json of {model!r} has {'; '.join(wrong)}")
 
 
-def _why_no_config(model: str, error: Exception) -> str:
-    if Path(model).is_dir():
-        return first_line(error) if (Path(model) / "config.json").exists() else "the directory has no config.json"
-    if not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model):
-        return "no such directory"
-    return f"{first_line(error)} (an adapter is not a model: merge it into its base)"
-
-
 def _without_embedding(tokenizer: PreTrainedTokenizerBase, rows: int) -> frozenset[int]:
-    """Special tokens beyond the model's embedding of so many rows.
+    """Special tokens beyond the model's embedding of so many rows. Raises UserError for ordinary tokens there.
 
-    They are common (an image token shared by a family's text models). Rendering refuses texts with one. Raises
-    UserError for ordinary tokens there.
+    They are common (an image token shared by a family's text models). Rendering refuses texts with one.
     """
     beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows}
     added = tokenizer.added_tokens_decoder
@@ -484,19 +427,8 @@ def _stored_name(wanted: str, names: Iterable[str]) -> str:
     return alike[0] if len(alike) == 1 else wanted
 
 
-@contextmanager
-def _our_bars() -> Iterator[None]:
-    """Shows transformers' progress bars in the style of `recipes.command.progress`."""
-
-    def bar(factory: Any, args: Any, settings: Any) -> Any:
-        if not logging.is_progress_bar_enabled():
-            return factory(*args, **settings)
-        return Bar(*args, **{"unit": "tensor", "leave": False, **settings})
-
-    # Older releases have no such hook and keep their own bars.
-    set_hook = getattr(logging, "set_tqdm_hook", lambda hook: None)
-    before = set_hook(bar)
-    try:
-        yield
-    finally:
-        set_hook(before)
+def _bar(factory: Any, args: Any, settings: Any) -> Any:
+    """One of transformers' progress bars in the style of ours."""
+    if not logging.is_progress_bar_enabled():
+        return factory(*args, **settings)
+    return Bar(*args, **{"unit": "tensor", "leave": False, **settings})

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def batches_by_length(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Indices of texts that are read together: similar lengths, at most so many tokens with padding, longest first.
-
-    Args:
-        tokens: 0: every text alone.
-    """
+    """Indices of texts that are read together: similar lengths, at most so many tokens with padding, longest first."""
     found: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], i), reverse=True):
         if found and (len(found[-1]) + 1) * lengths[found[-1][0]] <= tokens:
@@ -45,8 +41,7 @@ def behind(decoder: nn.Module, cache: DynamicCache) -> dict[str, Any]:
 
 @functools.cache
 def _cache_argument(kind: type[nn.Module]) -> str:
-    """Newer versions of transformers have renamed it, and the old name ends with 5.40; decoders from elsewhere may keep
-    that."""
+    """Newer versions of transformers have renamed it; decoders from elsewhere may keep the old name."""
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
@@ -75,9 +70,6 @@ class TargetSession:
     """B conversations side by side, with a key/value cache that holds exactly their committed tokens.
 
     A round is `verify` (writes the trees' nodes behind the cache) then `commit` (keeps one path each, drops the rest).
-
-    Args:
-        capture: `prefill` and `verify` return the states of these layers.
     """
 
     def __init__(self, target: "Target", capture: Sequence[int] = ()):
@@ -112,16 +104,20 @@ class TargetSession:
         captured: list[torch.Tensor | None] = [None] * len(prompts)
         for number, group in enumerate(batches_by_length(lengths, at_once)):
             self.cache = DynamicCache()
-            last, states = self._forward(**self._asked_in_a_group([Prompt.of(prompts[i]) for i in group]))
+            asked, longest = [Prompt.of(prompts[i]) for i in group], lengths[group[0]]
+            ids = torch.tensor(
+                [[*prompt, *[0] * (longest - len(prompt))] for prompt in asked], device=self.target.device
+            )
+            inserts = [PlacedInsert(row, each) for row, prompt in enumerate(asked) for each in prompt.inserts]
+            last, states = self._forward(**self.target.decoder_arguments(ids, inserts))
             layers: list[Any] = self.cache.layers
-            if number == 0 and self.buffers.kinds:
+            if number == 0 and not self.buffers.kinds:
+                pairs = [(layer.keys, layer.values) for layer in layers]
+                kinds = [None if k is None else (BufferKind.of(k), BufferKind.of(v)) for k, v in pairs]
+                self.buffers = KeyValues(kinds, lengths, max(lengths) + room)
+            elif number == 0:
                 self.buffers.set_rows(range(before), lengths)
                 self.buffers.reserve(max(lengths) + room)
-            elif number == 0:
-                kinds = [
-                    None if at.keys is None else (BufferKind.of(at.keys), BufferKind.of(at.values)) for at in layers
-                ]
-                self.buffers = KeyValues(kinds, lengths, max(lengths) + room)
             for place, i in enumerate(group):
                 logits[i] = self.target.logits(last[place : place + 1, lengths[i] - 1])
                 captured[i] = None if states is None else states[place, : lengths[i]]
@@ -137,16 +133,8 @@ class TargetSession:
         self.cache.layers = buffered
         self._inserts += [Prompt.of(prompt).inserts for prompt in prompts]
         self._moved()
-        longest = max(lengths)
-        padded = [functional.pad(s, (0, 0, 0, longest - len(s))) for s in captured if s is not None]
+        padded = [functional.pad(s, (0, 0, 0, max(lengths) - len(s))) for s in captured if s is not None]
         return torch.cat(logits), torch.stack(padded) if padded else None
-
-    def _asked_in_a_group(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
-        """The decoder's arguments for right-padded prompts; causal attention hides the padding."""
-        longest = max(map(len, prompts))
-        ids = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-        inserts = [PlacedInsert(row, each) for row, prompt in enumerate(prompts) for each in prompt.inserts]
-        return self.target.decoder_arguments(torch.tensor(ids, device=self.target.device), inserts)
 
     @torch.no_grad()
     def verify(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -174,15 +162,11 @@ class TargetSession:
 
         Args:
             depths_BS: distance of each slot of this round from the first uncommitted position, new slots last.
-            visible_BnS: the slots of this round that each new one sees, itself included. None: one new slot, which sees
-                all.
+            visible_BnS: the slots of this round that each new one sees. None: one new slot, which sees all.
         """
         buffers, count, device = self.buffers, tokens_Bn.shape[1], tokens_Bn.device
         buffers.place(depths_BS.shape[1] - count, count)
-        if len(buffers.lengths) == 1:  # without a copy to the device
-            position_BS = depths_BS + buffers.lengths[0]
-        else:
-            position_BS = depths_BS + buffers.positions(1, depths_BS.device)
+        position_BS = depths_BS + buffers.positions(1)
         position_Bn = position_BS[:, -count:]
         distance = mask = None
         if self.target.kinds.window is not None:
@@ -197,11 +181,7 @@ class TargetSession:
         return self._forward(input_ids=tokens_Bn, attention_mask=mask, position_ids=position_Bn)
 
     def read(self, tokens: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Commits tokens behind each row's, at least one of each, in one forward.
-
-        Returns:
-            final states [B, n, H]; captured states [B, n, F] or None; arbitrary behind a row's own tokens.
-        """
+        """Commits tokens behind each row's, at least one of each, in one forward. Returns as `append`."""
         counts, device = list(map(len, tokens)), self.target.device
         most = max(counts)
         padded = torch.tensor([[*row, *[0] * (most - len(row))] for row in tokens], device=device)
@@ -234,7 +214,7 @@ class TargetSession:
         self._moved()
 
     def _moved(self) -> None:
-        """Rows, or the beginnings that they keep of their prompts, changed."""
+        """Follows a change of rows, or of the beginnings that they keep of their prompts."""
         pictures = self.target.pictures
         if pictures is None or not pictures.has_axes:
             return

@@ -1,7 +1,7 @@
 """Trials of a loaded target on a few tokens: whether its decoder does what drafting needs.
 
 Families differ in more than their configs say. So attention, embeddings, head, draft trees and packed documents are
-each computed in two ways, and the target is refused where the two differ.
+each computed in two ways, and the target is refused (UserError) where the two differ.
 
 Shapes: Q queries, K keys.
 """
@@ -28,42 +28,19 @@ Packing = Literal["attention", "masks"]
 DECODER_ERRORS = (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError)
 
 
-@contextmanager
-def naming_bad_weights(model: Any) -> Iterator[None]:
-    """Where a trial fails, names weights that are NaN or infinite, if there are any.
-
-    Raises:
-        UserError: the trial's own, or this one.
-    """
-    try:
-        yield
-    except UserError:
-        bad = [
-            name for name, weight in model.named_parameters() if not _is_finite(getattr(weight, "ds_tensor", weight))
-        ]
-        if not bad:
-            raise
-        names = f"{', '.join(bad[:3])}{', ...' if len(bad) > 3 else ''}"
-        raise UserError(
-            f"target.model: {type(model).__name__} has {len(bad)} tensors with numbers that are not finite ({names}): "
-            f"the checkpoint is damaged, or its numbers do not fit {str(model.dtype).removeprefix('torch.')} "
-            "(target.dtype)"
-        ) from None
-
-
-def _is_finite(weight: torch.Tensor) -> bool:
-    weight = getattr(weight, "ds_tensor", weight)  # of a sharded target, this process's piece
-    known = weight.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    return not known or weight.is_meta or bool(weight.isfinite().all())
-
-
-def _check_finite(numbers: torch.Tensor, name: str, dtype: torch.dtype) -> None:
-    """Raises UserError if what a trial computes is not finite."""
-    if not numbers.isfinite().all():
-        raise UserError(
-            f"target.model: {name} computes numbers that are not finite in {str(dtype).removeprefix('torch.')}; set "
-            "target.dtype: bfloat16, or float32"
-        )
+def _check_finite(numbers: torch.Tensor, model: Any) -> None:
+    """Raises UserError if what a trial computes is not finite. Names weights that are not."""
+    if numbers.isfinite().all():
+        return
+    # Of a sharded target, this process's pieces.
+    weights = {name: getattr(weight, "ds_tensor", weight) for name, weight in model.named_parameters()}
+    read = {name: weight for name, weight in weights.items() if weight.element_size() > 1 and not weight.is_meta}
+    bad = [name for name, weight in read.items() if not weight.isfinite().all()]
+    weights_too = f", or the checkpoint is damaged: its weights are not finite ({', '.join(bad[:3])})" if bad else ""
+    raise UserError(
+        f"target.model: {type(model).__name__} computes numbers that are not finite in "
+        f"{str(model.dtype).removeprefix('torch.')}; set target.dtype: bfloat16, or float32{weights_too}"
+    )
 
 
 # Trials use a window this long, and so many tokens.
@@ -76,9 +53,6 @@ def tried_attention(model: Any) -> AttentionKinds:
 
     A config may name a window that its family's code ignores (Llama's does); masking by it would change the model. So
     the decoder, its window shortened, reads a few tokens with its own masks and with ours.
-
-    Raises:
-        UserError: as `attention_kinds`; or the decoder's own masks match neither.
     """
     kinds = attention_kinds(model.config)
     if kinds.window is None:
@@ -92,15 +66,14 @@ def tried_attention(model: Any) -> AttentionKinds:
     def read(mask: Any) -> torch.Tensor:
         inputs = {"input_ids": ids[None], "attention_mask": mask, "position_ids": positions[None], "use_cache": False}
         states = decoder(**inputs).last_hidden_state.float()
-        _check_finite(states, name, model.dtype)
+        _check_finite(states, model)
         return states
 
     def by_masks_of(tried: AttentionKinds) -> torch.Tensor:
         return read(tried.masks((distance >= 0)[None, None], distance, model.dtype))
 
     full, sliding = AttentionKinds(None, mixed=False), AttentionKinds(TRIED_WINDOW, mixed=False)
-    found: list[tuple[float, AttentionKinds]] = []
-    moved = 0.0
+    found, moved = list[tuple[float, AttentionKinds]](), 0.0
     try:
         with shortened_window(decoder, model.config.get_text_config(decoder=True), kinds.window):
             own, unmasked = read(None), by_masks_of(full)
@@ -143,13 +116,10 @@ def shortened_window(decoder: nn.Module, config: Any, window: int | None) -> Ite
 def embedding_scales(target: "Target") -> tuple[float, float]:
     """The scale of the decoder's input over rows of the embedding table, and the part of it that the decoder applies
     behind the embedding module. Also compares `states` and `logits` with a whole forward.
-
-    Raises:
-        UserError: they differ.
     """
     ids = torch.arange(8, device=target.device)[None] % target.vocab_size
     whole = target.model(input_ids=ids, use_cache=False).logits.float()
-    _check_finite(whole, target.name, target.dtype)
+    _check_finite(whole, target.model)
     with target.capturing(range(target.num_layers)) as captured:
         last = target.decoder(input_ids=ids, use_cache=False).last_hidden_state
     shapes = {tuple(states.shape) for states in captured}
@@ -169,34 +139,6 @@ def embedding_scales(target: "Target") -> tuple[float, float]:
     return scale, scale / _constant_ratio(target.embedding(ids[0]), rows)
 
 
-class _Reached(Exception):
-    """Ends a forward at the first layer."""
-
-
-@torch.no_grad()
-def scale_without_weights(model: Any, first_layer: nn.Module) -> float:
-    """The first of `embedding_scales` for a model whose parameters, but not buffers, are on the meta device."""
-    embedding, read = model.get_input_embeddings(), []
-    ids = torch.arange(8)[None]
-    rows = torch.randn(8, embedding.weight.shape[1], generator=torch.Generator().manual_seed(0))
-    embedding.weight = nn.Parameter(rows, requires_grad=False)
-
-    def stop(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-        read.append(args[0] if args else kwargs["hidden_states"])
-        raise _Reached
-
-    handle = first_layer.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        model.get_decoder()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    except _Reached:
-        return _constant_ratio(read[0][0], rows)
-    except DECODER_ERRORS:  # it reads other parameters first
-        return _constant_ratio(embedding(ids)[0], rows)
-    finally:
-        handle.remove()
-    return 1.0
-
-
 def _constant_ratio(scaled: torch.Tensor, rows: torch.Tensor) -> float:
     """The number s with scaled = s * rows, both [n, H], to six digits; 1 if there is none."""
     x, y = scaled.double(), rows.double()
@@ -210,9 +152,8 @@ def check_trees(target: "Target") -> None:
     """Raises UserError where the decoder ignores the mask or the positions of a draft tree.
 
     A node's logits must not depend on its siblings or on its place among them. Rounding may change them a little,
-    so the effect of siblings is compared with the effect of other roots. Tokens are spread over the vocabulary and
-    the root with the largest effect counts: to a trained model, neighbouring (above all special) ids may mean the
-    same.
+    so the effect of siblings is compared with the largest effect of other roots. Tokens are spread over the
+    vocabulary: to a trained model, neighbouring (above all special) ids may mean the same.
     """
     device, vocab = target.device, target.vocab_size
     prompt, node = [vocab * i // 7 for i in (1, 2, 3)], vocab // 3
@@ -251,12 +192,9 @@ def check_trees(target: "Target") -> None:
 def working_packing(target: "Target") -> Packing:
     """The first packing method that works with this decoder.
 
-    Each method is tried with two documents, and a short window where layers slide. The effect of the first
-    document on the second is compared with its effect where nothing keeps them apart. The median over tokens
-    counts: rounding that sends a token to another expert changes that token entirely.
-
-    Raises:
-        UserError: none works.
+    Each is tried with two documents, and a short window where layers slide. The effect of the first document on the
+    second is compared with its effect where nothing keeps them apart. The median over tokens counts: rounding that
+    sends a token to another expert changes that token entirely.
     """
     tokens, window = TRIED_TOKENS, target.kinds.window
     kinds = replace(target.kinds, window=window and TRIED_WINDOW)

@@ -4,8 +4,7 @@
     template without one (GLM)        <user> Go <assistant> Yes <user> ...     it writes the next role's marker, which
                                                                                its generation config names as a stop
 
-Both are found by rendering two conversations that differ in the last answer only. Regeneration, evaluation, training
-rows, draft vocabularies and plans take their stop tokens from here.
+Both are found by rendering two conversations that differ in the last answer only.
 """
 
 from collections.abc import Sequence
@@ -45,14 +44,7 @@ class TurnEnds(NamedTuple):
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Tokens that end an answer, ascending: those of the generation config, the tokenizer and the template's turns.
-
-    Args:
-        tokenizer: `TargetFiles.tokenizer`, which knows the generation config.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Tokens that end an answer, ascending: those of the generation config, the tokenizer and the template's turns."""
     if not (stops := turn_ends(tokenizer).stops):
         raise UserError(
             "target.model: neither generation_config.json nor the tokenizer names a stop token (eos_token_id), and the "
@@ -65,20 +57,20 @@ def turn_ends(tokenizer: PreTrainedTokenizerBase) -> TurnEnds:
     """How answers end by the tokenizer's chat template. Kept with the tokenizer."""
     named = named_stop_ids(tokenizer)
     key = tokenizer.chat_template, named
-    kept = getattr(tokenizer, _KEPT, None)
+    kept = getattr(tokenizer, "turn_ends", None)
     if kept is None or kept[0] != key:
         kept = key, _turn_ends(tokenizer, named)
-        setattr(tokenizer, _KEPT, kept)
+        tokenizer.turn_ends = kept  # type: ignore[attr-defined]
     return kept[1]
 
 
-_KEPT = "turn_ends"
-
-
 def _turn_ends(tokenizer: PreTrainedTokenizerBase, named: frozenset[int]) -> TurnEnds:
-    ending = _ending(tokenizer)
-    shown = _ending(tokenizer, ASKED) if is_blank(tokenizer, ending) else ending  # some end turns only between turns
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - _opening(tokenizer)
+    ending = shown = _shared(tokenizer, -1, *([ASKED, answer] for answer in ANSWERS))
+    if is_blank(tokenizer, ending):  # some end turns only between turns
+        shown = _shared(tokenizer, -1, *([ASKED, answer, ASKED] for answer in ANSWERS))
+    # What a user turn begins with: the role's marker ends no turn before it.
+    opening = _shared(tokenizer, 1, *([{"role": "user", "content": text}] for text in ("Go", "12")))
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - set(opening)
     first = next((i for i in shown if not is_blank(tokenizer, [i])), None)
     # Harmony's <|end|> ends a channel.
     found = first in special and not named.intersection(shown) and not is_harmony(tokenizer)
@@ -91,28 +83,17 @@ def _turn_ends(tokenizer: PreTrainedTokenizerBase, named: frozenset[int]) -> Tur
     return TurnEnds(stops, usual, first if found else None, behind)
 
 
-def _ending(tokenizer: PreTrainedTokenizerBase, *after: dict[str, Any]) -> list[int]:
-    """What the template writes behind an answer with these messages after it; empty where that does not show."""
+def _shared(tokenizer: PreTrainedTokenizerBase, step: int, *conversations: list[dict[str, Any]]) -> list[int]:
+    """What two conversations begin with (`step` 1) or end with (-1), alike; empty where that does not show."""
     try:
-        one, other = (list(render(tokenizer, [ASKED, answer, *after])) for answer in ANSWERS)
+        one, other = (list(render(tokenizer, messages))[::step] for messages in conversations)
     except RenderError:
         return []
-    shared = next((n for n, (a, b) in enumerate(zip(one[::-1], other[::-1], strict=False)) if a != b), 0)
-    return one[len(one) - shared :]
-
-
-def _opening(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """What a user turn begins with: the role's marker ends no turn before it. Empty where that does not show."""
-    try:
-        one, other = (list(render(tokenizer, [{"role": "user", "content": text}])) for text in ("Go", "12"))
-    except RenderError:
-        return set()
-    return set(one[: next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)])
+    return one[: next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)][::step]
 
 
 def _until_stop(tokenizer: PreTrainedTokenizerBase, messages: list[Any], stops: frozenset[int]) -> tuple[int, ...]:
-    """What stands between the last but one message, an answer, and the end of the next stop token; blanks may precede
-    it."""
+    """What stands between the last but one message, an answer, and the end of the next stop token but for blanks."""
     try:
         answered, followed = render(tokenizer, messages[:-1]), render(tokenizer, messages)
     except RenderError:

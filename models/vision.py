@@ -10,8 +10,8 @@ covers h rows and w columns, and only max(h, w) positions:
     height    0   1   2   2   2   3   3   3   5   6
     width     0   1   2   3   4   2   3   4   5   6
 
-Other families (LLaVA) count columns everywhere. The shift follows from a row's pictures alone: nothing here reads
-`rope_deltas`, which a model keeps for the prompt that it read last.
+Other families (LLaVA) count columns everywhere. `rope_deltas`, which a model keeps for the prompt that it read last, is
+not read here: the shift follows from a row's pictures.
 
 Qwen3-VL also adds a picture to the states behind its first layers (DeepStack, Meng et al. 2024, arXiv 2406.04334):
 
@@ -21,10 +21,8 @@ Qwen3-VL also adds a picture to the states behind its first layers (DeepStack, M
     behind layer 1            +d1 +d1 +d1 +d1 +d1 +d1
     behind layer 2            +d2 +d2 +d2 +d2 +d2 +d2
 
-Drafters read e alone; d reaches them in the target's states.
-
-All of it is the family's own: its whole model reads the picture alone up to the input of its decoder, where it is
-caught. So any family is supported that gives its decoder nothing else.
+Drafters read e alone; d reaches them in the target's states. All of it is the family's own: its whole model reads the
+picture alone up to the input of its decoder, where it is caught.
 
 Shapes: B rows, T tokens, n tokens of a picture, H hidden size, D layers that add a picture.
 """
@@ -85,11 +83,7 @@ def is_vision_language(config: Any) -> bool:
 
 
 class PictureReader:
-    """The vision part of a target. It reads each picture once, as long as the target holds it (`HELD_BYTES`).
-
-    Args:
-        model: a loaded image-text-to-text model.
-    """
+    """The vision part of a target. It reads each picture once, as long as the target holds it (`HELD_BYTES`)."""
 
     def __init__(self, model: Any):
         self.whole: Any = model.base_model
@@ -105,12 +99,7 @@ class PictureReader:
         return PictureReader(model) if is_vision_language(model.config) else None
 
     def read(self, picture: PictureInsert) -> PictureStates:
-        """The picture as the decoder reads it.
-
-        Raises:
-            UserError: it has another number of embeddings than of placeholders, or this family gives its decoder more
-                than `PictureStates` has.
-        """
+        """The picture as the decoder reads it. Raises UserError if it has another number of embeddings than tokens."""
         states = self._held.pop(picture.digest, None)
         if states is None:
             states = self._read(picture)
@@ -139,7 +128,6 @@ class PictureReader:
 
         # Before other hooks, which expect a pass of the decoder; with_kwargs: families name what they give.
         handle = self.decoder.register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
-        kept = getattr(self.whole, "rope_deltas", None)  # of the prompt that somebody else reads with this model
         try:
             self.whole(**inputs, use_cache=False)
         except _Merged:
@@ -148,23 +136,10 @@ class PictureReader:
             raise self._wrong_count(picture) from error
         finally:
             handle.remove()
-            if self.has_axes:
-                self.whole.rope_deltas = kept
-        positions = caught.pop("position_ids", None)
-        embeddings = caught.pop("inputs_embeds", None)
-        deeper = caught.pop("deepstack_visual_embeds", None)
-        caught.pop("visual_pos_masks", None)  # all of this input
-        more = sorted(name for name, value in caught.items() if value is not None and name != "use_cache")
-        if embeddings is None or more or (self.has_axes and positions is None):
-            raise UserError(
-                f"target.model: {self.name} gives its decoder more than embeddings and positions for a picture "
-                f"({', '.join(more) or 'it gives neither'}); pictures of this family are not supported, those of "
-                f"{SUPPORTED} are"
-            )
+        offsets = caught["position_ids"][:, 0].clone() if self.has_axes else None
+        deeper = caught.get("deepstack_visual_embeds")
         return PictureStates(
-            embeddings[0].clone(),
-            positions[:, 0].clone() if self.has_axes else None,
-            torch.stack(tuple(deeper)) if deeper else None,
+            caught["inputs_embeds"][0].clone(), offsets, torch.stack(tuple(deeper)) if deeper else None
         )
 
     def _wrong_count(self, picture: PictureInsert) -> UserError:
@@ -175,11 +150,7 @@ class PictureReader:
         )
 
     def deeper(self, ids_BT: torch.Tensor, pictures: Sequence[PlacedInsert]) -> dict[str, Any]:
-        """The decoder's arguments for what it adds to the states behind its first layers: empty if that is nothing.
-
-        Args:
-            pictures: other inserts add nothing.
-        """
+        """The decoder's arguments for what it adds to the states behind its first layers: empty if that is nothing."""
         seen_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
         added: list[torch.Tensor] = []  # in the order of `seen_BT`'s columns, row by row
         for placed in sorted(pictures, key=lambda each: (each.row, each.insert.first)):
@@ -193,10 +164,9 @@ class PictureReader:
     def positions(
         self, columns_BT: torch.Tensor, pictures: Sequence[PlacedInsert], ends: Sequence[int]
     ) -> torch.Tensor:
-        """[3, B, T] positions of rotary embeddings.
+        """[3, B, T] positions of rotary embeddings for tokens in these columns of their texts.
 
         Args:
-            columns_BT: of each token in its text, 0, 1, 2, ...
             pictures: in the order of their columns; other inserts count columns.
             ends: for each picture, the first column behind the text that it stands in.
         """
@@ -212,11 +182,7 @@ class PictureReader:
         return positions
 
     def shift(self, inserts: Sequence[Insert], length: int) -> int:
-        """How far the positions of text are shifted behind the first `length` tokens of a prompt with these inserts.
-
-        Raises:
-            ValueError: a picture begins before that place, and ends behind it.
-        """
+        """How far the positions of text are shifted behind the first `length` tokens of a prompt with these inserts."""
         pictures = [each for each in inserts if isinstance(each, PictureInsert) and each.first < length]
         if any(each.first + each.length > length for each in pictures):
             raise ValueError(f"token {length} is inside a picture, which has no position for text behind a part of it")
@@ -224,7 +190,7 @@ class PictureReader:
 
     def _offsets(self, picture: PictureInsert) -> torch.Tensor:
         offsets = self.read(picture).offsets
-        assert offsets is not None, "asked for families with axes only"
+        assert offsets is not None  # only families with axes are asked
         return offsets
 
 

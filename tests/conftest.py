@@ -53,25 +53,26 @@ def make_tokenizer(
     return fast
 
 
+SETTINGS = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 4,
+}
+
+
 def make_config(family: str = "llama", num_layers: int = 7, **overrides) -> Any:
     """The config of `make_target`."""
-    settings = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.3,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 4,
-    }
     # transformers completes dicts in place, which other tests share.
-    return AutoConfig.for_model(family, **copy.deepcopy(settings | overrides))
+    return AutoConfig.for_model(family, **copy.deepcopy(SETTINGS | {"num_hidden_layers": num_layers} | overrides))
 
 
 def make_target(family: str = "llama", num_layers: int = 7, seed: int = 0, **overrides) -> Any:

@@ -4,10 +4,11 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.models.test_tools_and_thoughts import FORMS, THOUGHTFUL
+from tests.thinning import effort
 
 GOOD: list[dict[str, Any]] = [
     *FORMS.values(),
@@ -48,22 +49,8 @@ values = st.recursive(
 
 
 def for_all(examples: int, **drawn: st.SearchStrategy) -> Callable[[Callable[..., None]], None]:
-    """Calls the decorated function with so many values of the strategies, always the same ones.
-
-    It raises of the simplest that fail.
-    """
-
-    def run(check: Callable[..., None]) -> None:
-        form = settings(
-            max_examples=examples,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-        )
-        form(given(**drawn)(check))()
-
-    return run
+    """Calls the decorated function with so many values of the strategies, always the same ones."""
+    return lambda check: effort(examples)(given(**drawn)(check))()
 
 
 def spots(value: Any) -> Iterator[tuple[Any, Any]]:

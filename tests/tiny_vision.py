@@ -6,16 +6,12 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.conftest import VOCAB_SIZE, make_tokenizer
+from tests.conftest import SETTINGS, make_tokenizer
 
 FAMILIES = ("llava", "llava_next", "qwen2_5_vl", "qwen3_vl")
 WITH_AXES = ("qwen2_5_vl", "qwen3_vl")  # M-RoPE
@@ -43,44 +39,17 @@ QWEN_TEMPLATE = TEMPLATE.replace(
 
 def vision_config(family: str, num_layers: int = 7) -> Any:
     """A text part as `conftest.make_target` has it, and a tower of two layers."""
-    text = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.3,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 4,
-    }
+    text: dict[str, Any] = SETTINGS | {"num_hidden_layers": num_layers}
+    del text["head_dim"], text["tie_word_embeddings"]
     special = {"image_token_id": PLACEHOLDER, "tie_word_embeddings": False, "eos_token_id": 4, "pad_token_id": 0}
+    tower: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "patch_size": PATCH, "initializer_range": 0.3}
     if family not in WITH_AXES:
-        tower = {
-            "model_type": "clip_vision_model",
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 16,
-            "patch_size": PATCH,
-            "initializer_range": 0.3,
-        }
+        tower |= {"model_type": "clip_vision_model", "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16}
         text |= {"model_type": "llama", "tie_word_embeddings": False}
         if family == "llava_next":
             special |= {"image_grid_pinpoints": PINPOINTS}
         return AutoConfig.for_model(family, text_config=text, vision_config=tower, **special)
-    tower = {
-        "hidden_size": 16,
-        "out_hidden_size": 32,
-        "intermediate_size": 24,
-        "depth": 2,
-        "num_heads": 2,
-        "patch_size": PATCH,
-        "initializer_range": 0.3,
-    }
+    tower |= {"out_hidden_size": 32, "depth": 2, "num_heads": 2}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
     if family == "qwen2_5_vl":
         tower |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}

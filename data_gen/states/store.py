@@ -200,7 +200,7 @@ class StoreManifest:
         path = directory / MANIFEST
         try:
             fields = json_object(path.read_bytes(), "kind", "of_shards", "made_of", "target_files")
-            if fields["kind"] != KIND:
+            if fields["kind"] != KIND or not isinstance(fields["target_files"], dict):
                 raise ValueError("another kind of file")
         except FileNotFoundError:
             return None

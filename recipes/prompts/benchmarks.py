@@ -12,9 +12,8 @@ in any published form:
     task_id, prompt, canonical_solution          HumanEval: HUMANEVAL_REQUEST, then the prompt, which is code
     question, answer                             GSM8K: the question
 
-A conversation's id is <benchmark>/<number of the question>. It has meta["benchmark"] and, if the rows have one,
-meta["category"]. Spec-Bench publishes results for six tasks. One is MT-bench: its questions have meta["category"]
-`mt_bench` and MT-bench's own category in meta["subcategory"].
+A conversation's id is <benchmark>/<number of the question>. One of Spec-Bench's six tasks is MT-bench: its questions
+have meta["category"] `mt_bench`.
 """
 
 from collections.abc import Iterator
@@ -33,8 +32,7 @@ class Benchmark:
     hub_id: str
     split: str
     config: str | None = None
-    # Files that are read one by one, because their columns differ. Empty: the repository's default.
-    files: tuple[str, ...] = ()
+    files: tuple[str | None, ...] = (None,)  # read one by one, because their columns differ; None: the default
 
 
 BENCHMARKS = {
@@ -51,7 +49,7 @@ BENCHMARKS = {
     ),
 }
 
-MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+MT_BENCH_CATEGORIES = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"]
 
 # A chat model may continue or explain bare code. Files with `turns` have their own request.
 HUMANEVAL_REQUEST = "Complete this Python function. Answer with the whole function and nothing else.\n\n"
@@ -74,7 +72,7 @@ def fetch(name: str) -> Iterator[Any]:
     try:
         parts = [
             datasets.load_dataset(benchmark.hub_id, benchmark.config, split=benchmark.split, data_files=files)
-            for files in benchmark.files or (None,)
+            for files in benchmark.files
         ]
     except Exception as error:  # many kinds: no network, no such name, no access, a changed dataset
         raise UserError(
@@ -86,27 +84,20 @@ def fetch(name: str) -> Iterator[Any]:
 
 
 def known_forms(name: str, record: Any, line: int) -> Any:
-    """A row of benchmark `name` as a record for `recipes.prompts.records`. Values that are not rows stay as they are.
-
-    Args:
-        line: the question's number if the row has none.
-    """
+    """A row of benchmark `name` as a record for `recipes.prompts.records`, with `line` where it has no number."""
     if not isinstance(record, dict):
         return record
     record = dict(record)
     numbers = (whole_number(record.get(key)) for key in ("question_id", "task_id", "id"))
     given = next((number for number in numbers if number is not None), line)
     if isinstance(given, str | int) and not isinstance(given, bool) and given != "":
-        number = str(given).removeprefix("HumanEval/").removeprefix(f"{name}/")
-        record["id"] = f"{name}/{number}"
+        record["id"] = f"{name}/{str(given).removeprefix('HumanEval/').removeprefix(f'{name}/')}"
     prompt = record.get("prompt")
     if name == "humaneval" and isinstance(prompt, str) and prompt.strip():
         record["prompt"] = HUMANEVAL_REQUEST + f"```python\n{prompt.strip()}\n```"
     meta = record.get("meta")
     if meta is None or isinstance(meta, dict):
         record["meta"] = (meta or {}) | {"benchmark": name}
-        category = record.get("category")
-        if name == "spec_bench" and isinstance(category, str) and category in MT_BENCH_CATEGORIES:
-            record["meta"]["subcategory"] = category
+        if name == "spec_bench" and record.get("category") in MT_BENCH_CATEGORIES:
             record["category"] = "mt_bench"
     return record

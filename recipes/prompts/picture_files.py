@@ -22,13 +22,13 @@ def seems_a_picture(content: bytes) -> bool:
     return content.startswith(tuple(_ENDINGS))
 
 
-def store_picture(content: bytes, folder: Path) -> str:
-    """Writes a picture that has no file of its own into `folder`, once, and returns its absolute path.
+def _ending(content: bytes, unknown: str) -> str:
+    return next((ending for begin, ending in _ENDINGS.items() if content.startswith(begin)), unknown)
 
-    The name is the sha256 of the content, so equal pictures share a file. The content is not checked.
-    """
-    ending = next((ending for begin, ending in _ENDINGS.items() if content.startswith(begin)), "bin")
-    path = (folder / f"{hashlib.sha256(content).hexdigest()}.{ending}").absolute()
+
+def store_picture(content: bytes, folder: Path) -> str:
+    """Writes a picture into `folder`, once, named by the sha256 of its content, and returns its absolute path."""
+    path = (folder / f"{hashlib.sha256(content).hexdigest()}.{_ending(content, 'bin')}").absolute()
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         partial = partial_path(path)  # renamed without a sync: a power cut leaves a file that `read_picture` refuses
@@ -39,15 +39,14 @@ def store_picture(content: bytes, folder: Path) -> str:
 
 def data_url(content: bytes) -> str:
     """A picture's bytes as a data URL. The content is not checked."""
-    ending = next((ending for begin, ending in _ENDINGS.items() if content.startswith(begin)), "octet-stream")
-    return f"data:image/{ending.replace('jpg', 'jpeg')};base64,{base64.b64encode(content).decode()}"
+    kind = _ending(content, "octet-stream").replace("jpg", "jpeg")
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
 def coco_pictures(path: str | Path) -> list[dict[str, Any]] | None:
     """[{"id", "file_name"}] of the pictures of a COCO file of captions; None for other files.
 
-    The file is one object with the lists `images` and `annotations` (captions, which no prompt needs). It is read
-    whole.
+    The file is one object with the lists `images` and `annotations` (captions, which no prompt needs).
     """
     with open_bytes(path) as file:
         head = file.read(_HEAD)

@@ -1,6 +1,4 @@
-"""One form for the pictures of records: each is a content part {"type": "image", "path": its place as written}.
-
-A part keeps its "sha256" if it has one.
+"""One form for the pictures of records: each is a content part {"type": "image", "path": place, "sha256": if given}.
 
 Forms of a picture in a record
     a content part               {"type": "image", "path" | "url" | "image": place} (transformers),
@@ -33,10 +31,8 @@ def as_picture_record(record: Any) -> Any:
     if "image" not in record and isinstance(record.get("file_name"), str):
         record["image"] = record["file_name"]
     for column in ("image", "images"):
-        value = record.get(column)
-        record |= (
-            {column: [_cell(each) for each in value] if isinstance(value, list) else _cell(value)} if value else {}
-        )
+        if value := record.get(column):
+            record[column] = [_cell(each) for each in value] if isinstance(value, list) else _cell(value)
     if all(record.get(column) is None for column in COLUMNS) and (shown := record.get("images") or record.get("image")):
         count = len(shown) if isinstance(shown, list) else 1
         record["messages"] = [{"role": "user", "content": PLACEHOLDER * count}]
@@ -57,21 +53,26 @@ def with_picture_parts(conversation: Conversation) -> list[dict[str, Any]]:
     """
     messages, open_parts, named = [], [], []
     for index, message in enumerate(conversation.messages):
-        if message["role"] != "user":
-            _check_text(message, index)
+        role, content, parts = message["role"], message.get("content"), []
+        if role != "user":
+            # Answers are dropped, system messages and results of tools are not.
+            shown = _split(content) if role != "assistant" and isinstance(content, str | list) else []
+            if any(part["type"] != "text" for part in shown):
+                raise ValueError(f"placeholders: a picture outside the user turns, in the {role} message {index}")
             messages.append(message)
             continue
-        parts = []
-        for part in _split(message["content"]):
+        for part in _split(content):
             if part["type"] in PICTURE_TYPES:
-                place = _place(part, index)
-                digest = part.get("sha256")
-                if digest is not None and not isinstance(digest, str):
+                given, digest = places_of(part), part.get("sha256")
+                if any(not isinstance(place, str) or place != given[0] for place in given):
+                    kind = json_type(given[0])
+                    raise ValueError(f"wrong type: the picture of message {index} must be one path, this is {kind}")
+                if not isinstance(digest, str | None):
                     kind = json_type(digest)
                     raise ValueError(f"wrong type: sha256 of a picture of message {index} must be text, this is {kind}")
-                part = {"type": "image"} | ({} if place is None else {"path": place})
+                part = {"type": "image"} | ({"path": given[0]} if given else {})
                 part |= {} if digest is None else {"sha256": digest}
-                (open_parts if place is None else named).append(part)
+                (named if given else open_parts).append(part)
             elif part["type"] != "text":
                 raise ValueError(f"not text or a picture: {part['type']} in message {index}")
             parts.append(part)
@@ -112,23 +113,5 @@ def pictures_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def places_of(part: dict[str, Any]) -> list[Any]:
-    """What a picture's part names, key by key, OpenAI's {"url": ...} as its URL; nothing for a placeholder."""
+    """What a picture's part names, key by key; nothing for a placeholder."""
     return [_cell(part[key]) for key in PATH_KEYS if part.get(key) is not None]
-
-
-def _place(part: dict[str, Any], index: int) -> str | None:
-    """Where the picture of a part is; None for a placeholder."""
-    given = places_of(part)
-    if not given:
-        return None
-    if not isinstance(given[0], str) or any(each != given[0] for each in given):
-        raise ValueError(f"wrong type: the picture of message {index} must be one path, this is {json_type(given[0])}")
-    return given[0]
-
-
-def _check_text(message: dict[str, Any], index: int) -> None:
-    """Raises ValueError if a message that is neither a question nor an answer, which is dropped, holds a picture."""
-    content = message.get("content")
-    parts = _split(content) if isinstance(content, (str, list)) and message["role"] != "assistant" else []
-    if any(part["type"] != "text" for part in parts):
-        raise ValueError(f"placeholders: a picture outside the user turns, in the {message['role']} message {index}")

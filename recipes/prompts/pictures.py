@@ -12,19 +12,7 @@ A `Picture` is upright RGB with 8 bits a channel, whatever the file holds:
     16 bits, gray        the upper 8 bits
     palette, CMYK        as Pillow converts them, without colour profiles
 
-Every refusal is an `UnusablePicture`. The kinds:
-
-    picture URL          a URL of another machine
-    picture missing      no such file
-    picture changed      another digest than the prompt has
-    picture unreadable   no regular file, no permission, malformed
-    picture truncated    the file ends early
-    not a picture        empty, or of no format above
-    picture too large    more than MAX_PIXELS, told from the header before anything is decoded, or MAX_BYTES
-    picture too narrow   one side more than MAX_RATIO times the other
-
-LLaVA's and Qwen2.5-VL's processors (transformers 5.23) take pictures down to 1x1 pixels, so small ones pass. Qwen's
-refuses ratios above 200. LLaVA's would take them; one rule for all targets keeps one set of prompts for all.
+Every refusal is an `UnusablePicture`; docs/pictures.md lists their kinds.
 """
 
 import base64
@@ -49,11 +37,7 @@ from draftsmith.recipes.prompts.sources import StorePicture
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 50_000_000  # a phone's picture of 48 megapixels passes; decoded, it takes 150 MB
 MAX_BYTES = 1 << 26  # of a file
-MAX_RATIO = 200
-# Most bytes of a GIF to look at. The first frame comes first, and Pillow reads comments in quadratic time.
-GIF_BYTES = 1 << 23
-# Most scans of a JPEG. Progressive files have about 10; each scan takes as long to decode as a whole picture.
-JPEG_SCANS = 100
+MAX_RATIO = 200  # Qwen's processor refuses more
 
 
 class UnusablePicture(ValueError):
@@ -69,13 +53,7 @@ class Picture:
 
 
 def read_picture(place: str, folder: Path, digest: str | None = None) -> Picture:
-    """The picture at `place`, decoded whole. Raises UnusablePicture.
-
-    Args:
-        place: a path, a file:// URL or a data URL.
-        folder: where relative paths start.
-        digest: sha256 that the file must have, in hexadecimal.
-    """
+    """The picture at `place`, decoded whole; with `digest`, the sha256 that it must have. Raises UnusablePicture."""
     path = _path_of(place, folder)
     content = _data_of(place) if path is None else _bytes_of(path)
     name, found = "a data URL" if path is None else str(path), hashlib.sha256(content).hexdigest()
@@ -89,15 +67,11 @@ def read_picture(place: str, folder: Path, digest: str | None = None) -> Picture
 def with_named_pictures(conversation: Conversation, store: StorePicture, folder: str | None = None) -> Conversation:
     """The conversation with each picture as a part {"type": "image", "path": absolute, "sha256": of the file's bytes}.
 
-    Each picture is read once. A conversation without pictures stays as it is.
+    Raises ValueError, "kind: detail", if a picture cannot be used, or if pictures and placeholders do not match.
 
     Args:
         store: stores the bytes of a data URL and returns their path.
         folder: where relative paths start. Default: the folder of the conversation's source.
-
-    Raises:
-        ValueError: "kind: detail", a picture that cannot be used (UnusablePicture), or pictures and placeholders that
-            do not match.
     """
     messages = with_picture_parts(conversation)
     start = folder_of(conversation.source) if folder is None else Path(folder)
@@ -161,14 +135,9 @@ def decoded_picture(content: bytes, name: str) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about sizes, which are checked here, and about harmless damage
         try:
-            _check_pixels(_webp_canvas(content), name)
-            content = content[:GIF_BYTES] if content.startswith(b"GIF8") else content
+            _check_size(_webp_canvas(content), name)
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-                _check_pixels(image.size, name)
-                _check_ratio(image.size, name)
-                # Inside a scan, FF is always followed by 00, so these two bytes only begin one.
-                if image.format in ("JPEG", "MPO") and content.count(b"\xff\xda") > JPEG_SCANS:
-                    raise UnusablePicture(f"picture unreadable: {name} is a JPEG of more than {JPEG_SCANS} scans")
+                _check_size(image.size, name)
                 image.load()
                 return upright_rgb(image)
         except Image.UnidentifiedImageError:
@@ -184,22 +153,18 @@ def decoded_picture(content: bytes, name: str) -> Image.Image:
 
 
 def _webp_canvas(content: bytes) -> tuple[int, int]:
-    """(width, height) of an extended WebP's canvas, which Pillow allocates when it opens the file; (0, 0) of others."""
+    """(width, height) of an extended WebP's canvas, which Pillow allocates when it opens the file; (1, 1) of others."""
     if content[:4] != b"RIFF" or content[8:16] != b"WEBPVP8X" or len(content) < 30:
-        return 0, 0
+        return 1, 1
     return 1 + int.from_bytes(content[24:27], "little"), 1 + int.from_bytes(content[27:30], "little")
 
 
-def _check_pixels(size: tuple[int, int], name: str) -> None:
+def _check_size(size: tuple[int, int], name: str) -> None:
     width, height = size
     if width * height > MAX_PIXELS:
         raise UnusablePicture(
             f"picture too large: {name} has {width:,} x {height:,} pixels, the limit is {MAX_PIXELS:,}"
         )
-
-
-def _check_ratio(size: tuple[int, int], name: str) -> None:
-    width, height = size
     if max(width, height) > MAX_RATIO * min(width, height):
         raise UnusablePicture(
             f"picture too narrow: {name} has {width:,} x {height:,} pixels; one side may be {MAX_RATIO} times the other"
@@ -210,8 +175,11 @@ def upright_rgb(image: Image.Image) -> Image.Image:
     """The first frame in RGB, turned as its EXIF data says, transparent parts over white."""
     if _orientation(image) != 1:
         image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):
-        image = _upper_bits(image)
+    if image.mode.startswith("I"):  # 16 bits, or 16 within 32
+        import numpy
+
+        values: Any = numpy.asarray(image)
+        image = Image.fromarray((values.clip(0, 0xFFFF) >> 8).astype("uint8"))
     if image.has_transparency_data:
         above = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", above.size, "white"), above)
@@ -238,11 +206,3 @@ def plain_bytes(picture: Picture) -> bytes:
     shown = io.BytesIO()
     picture.image.save(shown, "PNG")
     return shown.getvalue()
-
-
-def _upper_bits(image: Image.Image) -> Image.Image:
-    """A picture of 16 bits, or of 16 bits within 32, as 8 bits."""
-    import numpy
-
-    values: Any = numpy.asarray(image)
-    return Image.fromarray((values.clip(0, 0xFFFF) >> 8).astype("uint8"))

@@ -8,10 +8,8 @@ Sources
     path.jsonl.gz, .csv.gz, ...  any of these but parquet, packed by gzip
     folder, parts/*.jsonl        the files of these types in a folder or of a pattern (`**`: also in folders below),
                                  sorted by name; empty files are left out
-    hf:org/name[:split]          a dataset of the `datasets` library, streamed; the split is `train` unless given
-    hf:org/name:config:split     a configuration of it, for example hf:openai/gsm8k:main:train
-    mt_bench, humaneval, gsm8k, spec_bench, each also as mt_bench:path
-                                 benchmarks: fetched, or your copy in a published form (`recipes.prompts.benchmarks`)
+    hf:org/name[:config][:split] a dataset of the `datasets` library, streamed; the split is `train` unless given
+    mt_bench, mt_bench:path, ... benchmarks: fetched, or your copy in a published form (`recipes.prompts.benchmarks`)
 
 A record is recognised by its first column among these
     messages                     [{"role", "content", ...}]; tool calls, reasoning_content and other keys stay
@@ -35,9 +33,6 @@ gaps as pandas writes them (1.0, NaN) are read as 1 and null.
 Ids are unique in one reading. If two files or data sets give one id to different conversations, the later one gets a
 short name as a prefix: `second/0`. A repeated id in one file is rejected, and so is the same conversation with the same
 id in another.
-
-Of training prompts that ask the same, only the first is kept, whatever their ids and answers (`read_training_prompts`);
-data.duplicates=keep keeps all. Evaluation prompts are never dropped for that.
 
 User turns may follow each other (`turns` always do). Generation puts an assistant turn after each user turn without
 one: [user, user] becomes [user, assistant, user, assistant].
@@ -72,8 +67,8 @@ def read_conversations(
 ) -> Iterator[Conversation]:
     """The usable conversations of `sources`, in order, at most `limit`; the others go to `rejects`.
 
-    Reads records lazily. Raises UserError at once for missing or empty sources, and at the end for sources without a
-    usable record. Each problem begins with `before`, such as "data.prompts: ".
+    Raises UserError at once for missing or empty sources, and at the end for sources without a usable record. Each
+    problem begins with `before`, such as "data.prompts: ".
 
     Args:
         store: given to read pictures (`recipes.prompts.sources.records`): captioned pictures are conversations then.
@@ -90,8 +85,7 @@ def read_conversations(
 def read_training_prompts(data: DataSection, rejects: Rejects, limit: int | None) -> Iterator[Conversation]:
     """The conversations of data.prompts that regeneration asks, at most `limit`. Raises as `read_conversations` does.
 
-    Unless data.duplicates is `keep`, a conversation that asks the same as an earlier one goes to `rejects` and does not
-    count towards `limit`.
+    Unless data.duplicates is `keep`, only the first of those that ask the same is kept, whatever their ids and answers.
     """
     conversations = read_conversations(data.prompts, rejects, before="data.prompts: ")
     return islice(conversations if data.duplicates == "keep" else _asked_once(conversations, rejects), limit)
@@ -101,12 +95,12 @@ def _asked_once(conversations: Iterator[Conversation], rejects: Rejects) -> Iter
     places: dict[bytes, str] = {}  # digest of what is asked -> first place
     for conversation in conversations:
         digest = bytes.fromhex(asked_digest(conversation))
-        if (first := places.get(digest)) is None:
+        if digest in places:
+            reason = f"{DUPLICATE}: asks the same as {places[digest]}; data.duplicates=keep keeps both"
+            rejects.add_conversation(conversation, reason)
+        else:
             places[digest] = f"{conversation.source}:{conversation.line}"
             yield conversation
-            continue
-        reason = f"{DUPLICATE}: asks the same as {first}; data.duplicates=keep keeps both"
-        rejects.add_conversation(conversation, reason)
 
 
 def asked_digest(conversation: Conversation) -> str:
@@ -119,8 +113,7 @@ def asked_digest(conversation: Conversation) -> str:
 def questions(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """The messages before each answer: a user turn, system messages before it, tool calls and results behind it.
 
-    A system message between a question and its answer stays there. Answers are left out. An assistant turn that calls
-    tools is kept, with the results that follow it.
+    A system message between a question and its answer stays there. Answers are left out.
     """
     pending: list[dict[str, Any]] = []
     behind: list[dict[str, Any]] = []  # system messages behind a question; belong to the next user turn if one follows
@@ -150,10 +143,8 @@ def _read_as(before: str, names: list[str], rejects: Rejects, store: StorePictur
     problems: list[str] = []
     with collecting_problems(problems, before):
         yield from _read(names, rejects, store)
-    if problems:  # a full disk under the rejects is no mistake of the sources
-        raise UserError(
-            [problem.removeprefix(before) if f"{rejects.path}: " in problem else problem for problem in problems]
-        )
+    if problems:
+        raise UserError(problems)
 
 
 def _read(names: list[str], rejects: Rejects, store: StorePicture | None) -> Iterator[Conversation]:
@@ -196,11 +187,8 @@ def _read(names: list[str], rejects: Rejects, store: StorePicture | None) -> Ite
     barren = []
     for name in names:
         if not usable[name]:
-            problem = "no record in it"
-            if rejected[name]:
-                count = f"{rejected[name]} rejected; in all, " if rejected[name] < rejects.total else ""
-                problem = f"no usable conversation: {count}{rejects.summary()}"
-            barren.append(f"{name}: {problem}")
+            why = f"no usable conversation: {rejects.summary()}" if rejected[name] else "no record in it"
+            barren.append(f"{name}: {why}")
     if barren:
         raise UserError(barren)
 

@@ -16,6 +16,7 @@ Messages and their other keys stay as they are, except where data sets differ an
 
 import json
 from base64 import b64decode
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -30,19 +31,9 @@ from draftsmith.recipes.prompts.rejects import is_unicode
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "ai": "assistant",
-    "bot": "assistant",
-    "prompter": "user",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "function": "tool",
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "ai", "bot"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response", "function"), "tool"),
 }
 CALL_ROLES = ("function_call", "tool_call")
 
@@ -84,10 +75,7 @@ class Conversation:
 
     @cached_property
     def pictures(self) -> list[str]:
-        """sha256 of each picture's bytes, in order, or the place of one that is no local file, such as a URL.
-
-        Of a malformed record, its parts as they are.
-        """
+        """sha256 of each picture's bytes, or its place if that is no local file; a malformed record's parts."""
         from draftsmith.recipes.prompts.picture_parts import pictures_of, with_picture_parts  # it imports this module
 
         if not (self.images or self.other_parts):
@@ -107,8 +95,7 @@ def folder_of(source: str) -> Path:
 
 
 def picture_digest(place: str, folder: Path) -> str:
-    """sha256 of the bytes of a file, in `folder` or in the working directory, or of a data URL; of anything else the
-    place itself."""
+    """sha256 of a file, in `folder` or in the working directory, or of a data URL's bytes; of all else the place."""
     head, _, text = place.partition(",")
     try:
         if head[:5].lower() == "data:" and head.lower().endswith(";base64"):
@@ -119,11 +106,7 @@ def picture_digest(place: str, folder: Path) -> str:
 
 
 def to_conversation(record: Any, default_id: str, source: str, line: int, benchmark: str = "") -> Conversation:
-    """Recognises and checks the record at `line` of `source`. Raises ValueError, "kind: detail", if it is unusable.
-
-    Args:
-        benchmark: default of meta["benchmark"].
-    """
+    """Recognises and checks the record at `line` of `source`. Raises ValueError, "kind: detail", if it is unusable."""
     if not isinstance(record, dict):
         raise ValueError(f"wrong type: a record must be a JSON object, this is {json_type(record)}")
     record = {key: value for key, value in record.items() if value == value}  # without NaN: pandas' empty cells
@@ -205,18 +188,14 @@ def _messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
 def _question_and_answer(column: str, record: dict[str, Any]) -> list[dict[str, Any]]:
     """[earlier turns, question, answer], without the answer if its column holds no text."""
     asked = {name: record[name] for name in TEXT_COLUMNS if record.get(name) not in (None, "")}
-    if len(asked) > 1 and any(text != record[column] for text in asked.values()):
+    if any(text != record[column] for text in asked.values()):
         raise ValueError(f"ambiguous columns: {' and '.join(f'`{name}`' for name in asked)} both ask something")
     beside = [name for name in BESIDE_INSTRUCTION if record.get(name) not in (None, "")]
     if beside and column != "instruction":
         raise ValueError(
             f"ambiguous columns: `{beside[0]}` beside `{column}`; write them as one `prompt`, as they are to be asked"
         )
-    texts = []
-    for name in (column, *beside):
-        if not isinstance(record[name], str):
-            raise ValueError(f"wrong type: `{name}` must be text, this is {json_type(record[name])}")
-        texts.append(record[name])
+    texts = [_text(record, name) for name in (column, *beside)]
     answers = [record[name] for name in TEXT_COLUMNS[column] if isinstance(record.get(name), str)]
     if any(answer != answers[0] for answer in answers):
         names = " and ".join(f"`{name}`" for name in TEXT_COLUMNS[column])
@@ -239,16 +218,20 @@ def _history(pairs: Any) -> list[dict[str, Any]]:
 def _with_system(record: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages, a `system` column's text before them."""
     for column in SYSTEM_COLUMNS:
-        text = record.get(column)
-        if text is None or text == "":
+        if record.get(column) in (None, ""):
             continue
-        if not isinstance(text, str):
-            raise ValueError(f"wrong type: `{column}` must be text, this is {json_type(text)}")
+        text = _text(record, column)
         if not messages or messages[0].get("role") != "system":
             messages = [{"role": "system", "content": text}, *messages]
         elif messages[0].get("content") != text:
             raise ValueError(f"ambiguous columns: `{column}` and the first message are two system messages")
     return messages
+
+
+def _text(record: dict[str, Any], column: str) -> str:
+    if not isinstance(record[column], str):
+        raise ValueError(f"wrong type: `{column}` must be text, this is {json_type(record[column])}")
+    return record[column]
 
 
 def _messages(column: str, items: list[Any]) -> list[dict[str, Any]]:
@@ -277,9 +260,8 @@ def _messages(column: str, items: list[Any]) -> list[dict[str, Any]]:
             message["role"] = OTHER_ROLES[role]
         if message.get("function_call") and not message.get("tool_calls"):
             message["tool_calls"] = [message.pop("function_call")]
-        if "tool_calls" in message:
-            calls = _tool_calls(message.pop("tool_calls"), index)
-            message |= {"tool_calls": calls} if calls else {}
+        if calls := _tool_calls(message.pop("tool_calls", []), index):
+            message["tool_calls"] = calls
         messages.append(message)
     return messages
 
@@ -289,21 +271,17 @@ def _messages(column: str, items: list[Any]) -> list[dict[str, Any]]:
 
 def _tool_calls(value: Any, index: int) -> list[dict[str, Any]]:
     """The calls of message `index` in OpenAI's form, arguments as objects."""
-    calls = _listed(value, f"the tool calls of message {index}")
     found = []
-    for call in calls:
+    for call in _listed(value, f"the tool calls of message {index}"):
         if "function" not in call and "name" in call:
             rest = {key: entry for key, entry in call.items() if key not in ("name", "arguments", "parameters", "type")}
             arguments = call.get("arguments", call.get("parameters", {}))
             call = {"type": "function", **rest, "function": {"name": call["name"], "arguments": arguments}}
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                arguments = parse_json(function["arguments"])
-            except ValueError:
-                arguments = None  # malformed JSON stays text
-            if isinstance(arguments, dict):
-                call = call | {"function": function | {"arguments": arguments}}
+            with suppress(ValueError):  # malformed JSON stays text
+                if isinstance(arguments := parse_json(function["arguments"]), dict):
+                    call = call | {"function": function | {"arguments": arguments}}
         found.append(call)
     return found
 
@@ -320,21 +298,19 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 def _listed(value: Any, what: str) -> list[dict[str, Any]]:
     """The objects in `value`: a list or one object, each or all of them possibly as JSON text."""
-    if isinstance(value, str):
-        value = parse_part(value, what) if value.strip() else []
-    items = value if isinstance(value, list) else [value]
-    items = [parse_part(item, what) if isinstance(item, str) else item for item in items]
+
+    def parsed(part: Any) -> Any:
+        try:
+            return parse_json(part) if isinstance(part, str) else part
+        except ValueError as error:
+            raise ValueError(f"wrong type: {what} hold text that is not JSON ({error})") from None
+
+    value = [] if isinstance(value, str) and not value.strip() else parsed(value)
+    items = [parsed(item) for item in (value if isinstance(value, list) else [value])]
     for item in items:
         if not isinstance(item, dict):
             raise ValueError(f"wrong type: {what} must be a list of objects, in it is {json_type(item)}")
     return items
-
-
-def parse_part(text: str, what: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise ValueError(f"wrong type: {what} hold text that is not JSON ({error})") from None
 
 
 # Checks.
@@ -342,7 +318,6 @@ def parse_part(text: str, what: str) -> Any:
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:
     """Raises ValueError for roles, contents or an order of messages that chat templates cannot read."""
-    previous = None
     for index, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
@@ -354,20 +329,16 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
             _check_content(content, index)
         if not isinstance(message.get("reasoning_content", ""), str):
             raise ValueError(f"wrong type: reasoning_content of message {index} must be text")
-        if role == "user" and _is_blank(content):
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        if role == "user" and all(part["type"] == "text" and not part["text"].strip() for part in parts):
             raise ValueError(f"empty user turn: message {index}")
-        if role == "assistant" and previous == "assistant":
+        before = [earlier["role"] for earlier in messages[:index]]
+        if role == "assistant" and before[-1:] == ["assistant"]:
             raise ValueError(f"two assistant turns in a row: messages {index - 1} and {index}")
-        if role == "assistant" and all(earlier["role"] != "user" for earlier in messages[:index]):
+        if role == "assistant" and "user" not in before:
             raise ValueError(f"no user turn before the first assistant turn: message {index}")
-        previous = role
     if all(message["role"] != "user" for message in messages):
         raise ValueError("no user turn")
-
-
-def _is_blank(content: Any) -> bool:
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return all(part["type"] == "text" and not part["text"].strip() for part in parts)
 
 
 def _check_content(content: Any, index: int) -> None:

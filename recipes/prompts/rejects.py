@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 class Rejects:
     """Counts unusable records by the kind of reason and, if `path` is given, appends them to it as JSON lines.
 
-    A line is {"source", "line", "reason", "record"}. The kind is the part of a reason before its first colon. A resumed
-    run does not repeat a record that the file holds with the same kind of reason, because servers put numbers of
-    requests into their reasons.
+    The kind is the part of a reason before its first colon. A resumed run does not repeat a record that the file holds
+    with the same kind of reason: servers put numbers of requests into their reasons.
     """
 
     def __init__(self, path: str | Path | None = None):
@@ -32,7 +31,7 @@ class Rejects:
         return self.counts.total()
 
     def add(self, source: str, line: int | None, reason: str, record: Any) -> None:
-        """`line` is the line of a text file or row of a table, from 1; `record` its content, text if unparsed."""
+        """`line` counts from 1, also a table's rows; `record` is its content, text if unparsed."""
         self.counts[reason.split(":")[0]] += 1
         self.last = f"{source}:{line}: {reason}"
         self._first = self._first or self.last

@@ -1,7 +1,6 @@
-"""Reads records from JSON lines, JSON arrays, CSV, parquet, the hub and named benchmarks.
+"""Reads records from JSON lines, JSON arrays, CSV, parquet, the hub and benchmarks, as `recipes.prompts.reader` says.
 
-`recipes.prompts.reader` documents the names of sources. Records are (line or row number from 1, record). Text that
-cannot be parsed goes to the rejects.
+Records are (line or row number from 1, record). Text that cannot be parsed goes to the rejects.
 """
 
 import csv
@@ -18,6 +17,7 @@ from draftsmith.recipes.files.input_files import DAMAGED, ending, is_packed, mat
 from draftsmith.recipes.files.json_text import check_depth, parse_json, too_deep
 from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, benchmark_of, fetch, known_forms
 from draftsmith.recipes.prompts.picture_files import coco_pictures, seems_a_picture
+from draftsmith.recipes.prompts.records import COLUMNS, ID_COLUMNS
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 
 StorePicture = Callable[[bytes], str]  # writes a picture's bytes to a file and returns its path
@@ -50,7 +50,7 @@ def check_source(name: str) -> str | None:
             return f"{name}: no {kinds} matches this pattern"
         return f"{name}: no {kinds} in this folder; for those in its folders write {given.rstrip('/')}/**/*.jsonl"
     problems = (_file_problem(part, part if named is None else part.partition(":")[2]) for part in parts)
-    return next((problem for problem in problems if problem is not None), None)
+    return next(filter(None, problems), None)
 
 
 def _file_problem(name: str, path: str) -> str | None:
@@ -74,14 +74,12 @@ def file_sources(source: str) -> list[str]:
 
     Of a folder, these are the files directly in it. Empty files and those of other types are left out.
     """
-    named = benchmark_of(source)
-    path = source if named is None else named[1] or ""
-    if source.startswith("hf:") or Path(path).is_file() or not path:
+    name, path = benchmark_of(source) or (None, source)
+    folder = bool(path) and Path(path).is_dir()
+    if source.startswith("hf:") or not path or Path(path).is_file() or not (folder or glob.has_magic(path)):
         return [source]
-    if not (Path(path).is_dir() or glob.has_magic(path)):
-        return [source]
-    found = matching(f"{glob.escape(path)}/*" if Path(path).is_dir() else path)
-    before = "" if named is None else f"{named[0]}:"
+    found = matching(f"{glob.escape(path)}/*" if folder else path)
+    before = "" if name is None else f"{name}:"
     return [before + each for each in found if _holds_prompts(each) and Path(each).stat().st_size]
 
 
@@ -106,19 +104,14 @@ def _short_name(source: str) -> str:
 def records(source: str, rejects: Rejects, store: StorePicture | None = None) -> Iterator[tuple[int, Any]]:
     """(line or row number from 1, record) of every record in `source`, one of `file_sources`, that can be parsed.
 
-    Raises UserError for an unreadable parquet file, or for a hub dataset or benchmark that cannot be fetched.
-
     Args:
         store: given to read pictures: stores a picture of a binary column and returns its path. COCO's files of
             captions are then read, too.
     """
-    named = benchmark_of(source)
-    if named is not None:
+    if (named := benchmark_of(source)) is not None:
         name, path = named
-        found = (
-            enumerate(map(plain_row, fetch(name)), start=1) if path is None else _file_records(path, source, rejects)
-        )
-        for line, record in found:
+        rows = enumerate(map(plain_row, fetch(name)), 1) if path is None else _file_records(path, source, rejects)
+        for line, record in rows:
             yield line, known_forms(name, record, line)
     elif source.startswith("hf:"):
         for line, row in enumerate(_hub_rows(source, decode=store is None), start=1):
@@ -180,11 +173,9 @@ def json_lines(path: str | Path, source: str, rejects: Rejects) -> Iterator[tupl
 
 
 def json_array(path: str, source: str, rejects: Rejects, chunk_characters: int = 1 << 20) -> Iterator[tuple[int, Any]]:
-    """(line of its beginning, value) of each element of a JSON array, read piece by piece, because ShareGPT's files
-    exceed some memories.
+    """(line of its beginning, value) of each element of a JSON array, read piece by piece: some exceed the memory.
 
-    After malformed JSON the rest of the array is rejected as one record. ijson is not used: it knows no lines, and one
-    NaN, or one byte that is not UTF-8, would lose the rest as well.
+    After malformed JSON the rest of the array is rejected as one record.
     """
     decoder = json.JSONDecoder()
     with open_text(path, encoding="utf-8-sig", errors="surrogateescape") as file:
@@ -226,13 +217,10 @@ def json_array(path: str, source: str, rejects: Rejects, chunk_characters: int =
 
 
 def _csv_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, dict[str, str]]]:
-    """(number of its first line, {column: text}) of each row of a CSV file; the first row names the columns.
+    """(number of its first line, {column: text}) of each row of a CSV file, without empty cells and rows.
 
-    Quoted cells may hold delimiters and line ends. Empty cells and empty rows are left out. Raises UserError if the
-    first row has no known column, or one name twice.
+    Raises UserError if the first row, which names the columns, has no known one, or one name twice.
     """
-    from draftsmith.recipes.prompts.records import COLUMNS, ID_COLUMNS  # not above: it imports this module
-
     csv.field_size_limit(CELL_CHARACTERS)
     with open_text(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         header_line, header = next(((number, line) for number, line in enumerate(file, 1) if line.strip()), (1, ""))
@@ -262,7 +250,7 @@ def _csv_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, d
                 return
             except csv.Error as error:
                 cells, problem = [], f"malformed CSV: {error}"
-            if not problem and not any(cell.strip() for cell in cells):
+            if not problem and not any(map(str.strip, cells)):
                 continue
             if not is_unicode("".join(cells)):
                 problem = "not UTF-8: save the file as CSV in UTF-8"
@@ -345,13 +333,13 @@ def _not_loaded(source: str, error: Exception) -> UserError:
 
 
 def plain_row(row: Any, store: StorePicture | None = None) -> Any:
-    """A table's row as JSON, without the empty cells that Arrow adds, and with values such as dates as text.
+    """A table's row as JSON, with values such as dates as text.
 
     Bytes become text if they are UTF-8, else {"bytes": their number}, because a picture is not text. With `store`, a
     picture becomes its path: bytes that begin as one, and the bytes of datasets' {"bytes", "path"}, whatever they are.
 
-    Arrow gives every object of a column all keys of the column: one tool call gives each message `tool_calls`. These
-    nulls look like nulls that an author wrote, so all are dropped except those in `content` and `value`.
+    Arrow gives every object of a column all keys of the column: one tool call gives each message `tool_calls`. So nulls
+    are dropped, except those in `content` and `value`.
     """
     if isinstance(row, dict):
         kept = {key: value for key, value in row.items() if value is not None or key in ("content", "value")}

@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -52,9 +52,10 @@ def test_damaged_files_are_named_and_written_anew(
     assert files_of(copy) == files_of(store)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"kind": "c2t", "of_shards": 1, "made_of": {}, "target_files": {}}'])
-def test_a_damaged_manifest_is_told(copy: Path, content: str) -> None:
-    (copy / "manifest.json").write_text(content)
+@pytest.mark.parametrize("change", ["{", "[]", {"kind": "c2t"}, {"target_files": None}])
+def test_a_damaged_manifest_is_told(copy: Path, change: str | dict[str, Any]) -> None:
+    path = copy / "manifest.json"
+    path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError, match=r"manifest\.json: "):
         Store(copy)
 

@@ -87,10 +87,9 @@ def test_training_s_states_are_those_of_decoding(place: Path) -> None:
 
 
 def test_words_alone_give_way_to_the_null_token(place: Path) -> None:
-    guided = section(place, 2.0)
-    tokenizer = TargetFiles(guided).tokenizer
-    tokenizer.add_special_tokens({"extra_special_tokens": ["<beyond the model>"]})
-    ids = unconditional_ids(guided, tokenizer, TargetFiles(guided).config).tolist()
+    files = TargetFiles(section(place, 2.0))
+    files.tokenizer.add_special_tokens({"extra_special_tokens": ["<beyond the model>"]})
+    ids = unconditional_ids(files.section, files.tokenizer, files.config).tolist()
     assert ids == without_words(list(range(len(VOCABULARY))))
 
 

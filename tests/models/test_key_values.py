@@ -131,20 +131,6 @@ def test_what_new_slots_see_and_where_columns_stand(lengths: list[int]) -> None:
         assert positions[b, : length + 3].tolist() == [*range(length), 100, 101, 101]
 
 
-def test_slots_move_with_their_rows_until_they_are_committed() -> None:
-    store = KeyValues([(kind(1, 2), kind(1, 2))], [3, 1], capacity=8)
-    store.place(0, 2)
-    slots = torch.randn(2, 1, 2, 2)
-    store.write(0, slots, -slots)
-    for _ in range(2):
-        store.set_rows([1, 0])
-    store.commit([2, 2])
-    store.place(0, 1)
-    for sign, found in zip((1, -1), store.write(0, *torch.zeros(2, 2, 1, 1, 2)), strict=True):
-        for b, first in enumerate((3, 1)):
-            assert torch.equal(found[b, :, first : first + 2], sign * slots[b])
-
-
 @settings(effort(15))
 @given(counts=st.lists(st.sampled_from([1, 1, 2, 5, 130]), min_size=1, max_size=4), rows=st.integers(1, 3), seed=SEEDS)
 def test_drafted_slots_see_their_ancestors_and_themselves(counts: list[int], rows: int, seed: int) -> None:
@@ -179,13 +165,14 @@ def test_attention_takes_what_a_gpu_s_kernel_returns(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(grouped_attention(query, keys, values, mask), expected)
 
 
-def test_a_row_is_read_before_another_takes_its_place() -> None:
-    store = KeyValues([(kind(1, 2), kind(1, 2))], [2, 2, 2], capacity=4)
-    store.place(0, 1)
-    slots = torch.randn(3, 1, 1, 2)
+def test_slots_move_with_their_rows_until_they_are_committed() -> None:
+    store = KeyValues([(kind(1, 2), kind(1, 2))], [3, 2, 1], capacity=8)
+    store.place(0, 2)
+    slots = torch.randn(3, 1, 2, 2)
     store.write(0, slots, -slots)
-    store.set_rows([2, 0])  # row 0 goes to the place of row 1, and row 2 to its own
-    store.commit([1, 1])
+    store.set_rows([2, 0])  # row 0 goes to the place of row 1, and row 2 to its own: all are read before
+    store.commit([2, 2])
     store.place(0, 1)
-    keys, _ = store.write(0, *torch.zeros(2, 2, 1, 1, 2))
-    assert torch.equal(keys[:, :, 2:3], slots[[2, 0]])
+    for sign, found in zip((1, -1), store.write(0, *torch.zeros(2, 2, 1, 1, 2)), strict=True):
+        for b, (row, first) in enumerate(((2, 1), (0, 3))):
+            assert torch.equal(found[b, :, first : first + 2], sign * slots[row])

@@ -59,12 +59,6 @@ ANSWERED = (
 )
 
 
-def tokenizer_with(template: str) -> Any:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def write(path: Path, *records: Any) -> str:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
@@ -124,7 +118,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("form", "parquet"), [("openai", 1), ("older openai", 0), ("sharegpt", 0), ("as text", 1)])
 def test_tool_calls_are_supervised_as_the_template_writes_them(tmp_path: Path, form: str, parquet: bool) -> None:
-    tokenizer, path = tokenizer_with(EVERYTHING), str(tmp_path / "c.parquet")
+    tokenizer, path = make_tokenizer(EVERYTHING), str(tmp_path / "c.parquet")
     if parquet:  # another record with other keys: Arrow gives both records the keys of both
         others = {"messages": [ASK, {**LAST, "name": "x"}]} if form == "openai" else {}
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([FORMS[form], others]), path)
@@ -138,7 +132,7 @@ def test_tool_calls_are_supervised_as_the_template_writes_them(tmp_path: Path, f
 
 @pytest.mark.parametrize("form", FORMS)
 def test_regeneration_keeps_calls_and_results_and_asks_behind_them(tmp_path: Path, form: str) -> None:
-    tokenizer = tokenizer_with(EVERYTHING)
+    tokenizer = make_tokenizer(EVERYTHING)
     source = write(tmp_path / "p.jsonl", FORMS[form])
     (prompt,) = regenerate_with(tokenizer, source, tmp_path / "r.jsonl", "there.")
     assert prompt == f"<|system|>{json.dumps(TOOLS)}<|end|>" + ANSWERED + "<|assistant|>"
@@ -156,13 +150,9 @@ def test_regeneration_keeps_calls_and_results_and_asks_behind_them(tmp_path: Pat
 
 
 def test_reasoning_content_is_supervised_as_the_template_writes_it(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(EVERYTHING)
-    messages = [
-        ASK,
-        {**LAST, "reasoning_content": "the dog ran"},
-        ASK,
-        {"role": "assistant", "reasoning_content": "hm"},
-    ]
+    tokenizer = make_tokenizer(EVERYTHING)
+    thinking = {"role": "assistant", "reasoning_content": "hm"}
+    messages = [ASK, {**LAST, "reasoning_content": "the dog ran"}, ASK, thinking]
     ((row,), _) = read_rows(write(tmp_path / "c.jsonl", {"messages": messages}), tokenizer)
     assert supervised(tokenizer, row) == ["<think>the dog ran</think>on the mat.<|end|>", "<think>hm</think><|end|>"]
 
@@ -173,32 +163,20 @@ THOUGHTFUL = [
     {"role": "user", "content": "and the dog?"},
     {"role": "assistant", "content": "<think>\nafter the cat\n</think>\n\nin the rain."},
 ]
+APART = [
+    ASK,
+    {"role": "assistant", "reasoning_content": "the dog ran", "content": "on the mat."},
+    THOUGHTFUL[2],
+    {"role": "assistant", "reasoning_content": "after the cat", "content": "in the rain."},
+]
 
 
 @pytest.mark.parametrize(("template", "opening"), [(QWEN, ""), (R1, "<think>\n")], ids=["qwen3", "r1"])
 def test_a_template_that_strips_earlier_thoughts_gives_one_row_per_turn(
     tmp_path: Path, template: str, opening: str
 ) -> None:
-    """Also of thoughts that stand apart."""
-    tokenizer = tokenizer_with(template)
-    apart = [
-        ASK,
-        {"role": "assistant", "reasoning_content": "the dog ran", "content": "on the mat."},
-        THOUGHTFUL[2],
-        {"role": "assistant", "reasoning_content": "after the cat", "content": "in the rain."},
-    ]
-    found, rejects = read_rows(write(tmp_path / "c.jsonl", {"id": "c", "messages": apart}), tokenizer)
-    answers = [str(message["content"]).removeprefix(opening) for message in THOUGHTFUL[1::2]]
-    assert not rejects.total and [supervised(tokenizer, row) for row in found] == [[f"{a}<|end|>"] for a in answers]
-    for row in found:  # what comes before the answer is what the target is asked
-        assert str(tokenizer.decode(row.input_ids[: row.spans[0][0]])).endswith(f"<|assistant|>{opening}")
-    second = tokenizer.decode(found[1].input_ids)
-    assert "the dog ran" not in second and "on the mat." in second
-
-
-@pytest.mark.parametrize(("template", "opening"), [(QWEN, ""), (R1, "<think>\n")], ids=["qwen3", "r1"])
-def test_regenerated_thoughts_give_the_rows_that_were_asked(tmp_path: Path, template: str, opening: str) -> None:
-    tokenizer = tokenizer_with(template)
+    """Regenerated, or from a plain file, where thoughts may stand apart: what is asked, then the answer."""
+    tokenizer = make_tokenizer(template)
     source = write(tmp_path / "p.jsonl", {"id": "c", "turns": ["where is the cat?", "and the dog?"]})
     answers = [str(message["content"]).removeprefix(opening) for message in THOUGHTFUL[1::2]]
     prompts = regenerate_with(tokenizer, source, tmp_path / "r.jsonl", *answers)
@@ -206,14 +184,14 @@ def test_regenerated_thoughts_give_the_rows_that_were_asked(tmp_path: Path, temp
     assert not rejects.total
     assert [supervised(tokenizer, row) for row in regenerated] == [[f"{answer}<|end|>"] for answer in answers]
     assert [str(tokenizer.decode(row.input_ids[: row.spans[0][0]])) for row in regenerated] == prompts
-    assert "the dog ran" not in prompts[1]
-    # The same conversation as a plain file gives the same rows.
-    plain, _ = read_rows(write(tmp_path / "c.jsonl", {"id": "c", "messages": THOUGHTFUL}), tokenizer)
+    assert "the dog ran" not in prompts[1] and "on the mat." in prompts[1]
+    plain, _ = read_rows(write(tmp_path / "c.jsonl", {"messages": THOUGHTFUL}), tokenizer)
     assert [row.input_ids for row in plain] == [row.input_ids for row in regenerated]
+    apart, _ = read_rows(write(tmp_path / "c.jsonl", {"messages": APART}), tokenizer)
+    assert [supervised(tokenizer, row) for row in apart] == [[f"{answer}<|end|>"] for answer in answers]
 
 
 def test_an_answer_without_the_thought_that_its_prompt_opens_is_rejected(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(R1)
     bare, good = {"messages": [ASK, LAST]}, {"messages": THOUGHTFUL}
-    found, rejects = read_rows(write(tmp_path / "c.jsonl", bare, good), tokenizer)
+    found, rejects = read_rows(write(tmp_path / "c.jsonl", bare, good), make_tokenizer(R1))
     assert len(found) == 2 and rejects.counts == {"no thought": 1}

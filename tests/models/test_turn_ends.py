@@ -13,7 +13,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.turn_ends import answer_notes, stop_ids, turn_ends
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.target import TargetSection
-from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
+from tests.conftest import CHAT_TEMPLATE, make_config, make_tokenizer
 
 # As SmolLM3 does it: tags around header, empty thought and answer; the prompt brings the first two in this mode.
 SMOL = (
@@ -35,18 +35,16 @@ GLM = (
     "{%- if add_generation_prompt -%}{{ '<|assistant|>\\n' }}{%- endif -%}"
 )
 GLM_SPECIAL = ("<|pad|>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>")  # ids 0-4
-TAGS = ("{% generation %}", "{% endgeneration %}")
+PAD_STOPS = {"eos_token": "<|pad|>"}
 ASK, ANSWER = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on"}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
 RESULT = {"role": "tool", "content": "the mat"}
 
 
-def saved(
-    directory: Path, tokenizer: Any, generation: dict[str, Any] | None = None, config: dict[str, Any] | None = None
-) -> TargetSection:
+def saved(directory: Path, tokenizer: Any, generation: Any = None, config: Any = None) -> TargetSection:
     """A target without weights: its tokenizer, its config and its generation config."""
     tokenizer.save_pretrained(directory)
-    settings = make_target(num_layers=1).config.to_dict() | {"eos_token_id": None, **(config or {})}
+    settings = make_config(num_layers=1).to_dict() | {"eos_token_id": None, **(config or {})}
     (directory / "config.json").write_text(json.dumps(settings))
     if generation is not None:
         (directory / "generation_config.json").write_text(json.dumps(generation))
@@ -54,7 +52,7 @@ def saved(
 
 
 def untagged(template: str) -> str:
-    return template.replace(TAGS[0], "").replace(TAGS[1], "")
+    return template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
 def glm(directory: Path, template: str = GLM) -> Any:
@@ -100,16 +98,12 @@ def test_the_next_roles_marker_is_supervised_where_it_is_the_stop_token(tmp_path
     assert texts(tokenizer, ASK, ANSWER, ANSWER) == ["sat on", "sat on<|user|>"]
 
 
-def test_what_a_template_writes_behind_the_stop_token_is_not_supervised(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tidied", [str, untagged], ids=["tagged", "untagged"])
+def test_what_a_template_writes_behind_the_stop_token_is_not_supervised(tmp_path: Path, tidied: Any) -> None:
     """Phi-3 ends a conversation with its end of text."""
-    template = CHAT_TEMPLATE.replace(
-        "{%- if add_g", "{%- if not add_generation_prompt %}\n<|pad|>{% endif %}{%- if add_g"
-    )
-    for each in (template, untagged(template)):
-        section = saved(
-            tmp_path / str(len(each)), make_tokenizer(each, roles={"eos_token": "<|pad|>"}), {"eos_token_id": 4}
-        )
-        assert texts(TargetFiles(section).tokenizer, ASK, ANSWER) == ["sat on<|end|>"]
+    ended = CHAT_TEMPLATE.replace("{%- if add_g", "{%- if not add_generation_prompt %}\n<|pad|>{% endif %}{%- if add_g")
+    section = saved(tmp_path, make_tokenizer(tidied(ended), roles=PAD_STOPS), {"eos_token_id": 4})
+    assert texts(TargetFiles(section).tokenizer, ASK, ANSWER) == ["sat on<|end|>"]
 
 
 UNTAGGED = untagged(CHAT_TEMPLATE)
@@ -142,7 +136,7 @@ def test_stop_tokens_of_generation_config_tokenizer_and_template(tmp_path: Path)
 
 def test_an_end_of_turn_that_nothing_names_is_a_stop_token(tmp_path: Path) -> None:
     """Base models tuned on chat, and the first Llama-3: <|end|> ends turns, another token ends texts."""
-    section = saved(tmp_path, make_tokenizer(roles={"eos_token": "<|pad|>"}), {"eos_token_id": 0})
+    section = saved(tmp_path, make_tokenizer(roles=PAD_STOPS), {"eos_token_id": 0})
     tokenizer: Any = TargetFiles(section).tokenizer
     assert stop_ids(tokenizer) == (0, 4) and turn_ends(tokenizer).unnamed == 4
     assert texts(tokenizer, ASK, ANSWER) == ["sat on<|end|>"]
@@ -151,7 +145,7 @@ def test_an_end_of_turn_that_nothing_names_is_a_stop_token(tmp_path: Path) -> No
     assert Vocabulary(tokenizer, 320, stop_ids(tokenizer)).usual_stop == 4  # what servers strip
     (note,) = answer_notes(TargetFiles(section))
     assert "ends turns with '<|end|>'" in note and "eos_token_id" in note
-    named = saved(tmp_path / "named", make_tokenizer(roles={"eos_token": "<|pad|>"}), {"eos_token_id": [0, 4]})
+    named = saved(tmp_path / "named", make_tokenizer(roles=PAD_STOPS), {"eos_token_id": [0, 4]})
     assert answer_notes(TargetFiles(named)) == []
 
 
@@ -163,14 +157,14 @@ def test_an_end_of_turn_that_nothing_names_is_a_stop_token(tmp_path: Path) -> No
     ],
 )
 def test_an_end_of_turn_is_found_where_it_stands(template: str) -> None:
-    tokenizer = make_tokenizer(template, roles={"eos_token": "<|pad|>"})
+    tokenizer = make_tokenizer(template, roles=PAD_STOPS)
     assert stop_ids(tokenizer) == (0, 4) and turn_ends(tokenizer).unnamed == 4
     assert texts(tokenizer, ASK, ANSWER, ASK, ANSWER)[0].endswith("<|end|>")
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE.replace("<|end|>", "</s>"), untagged(GLM)])
 def test_a_template_whose_turns_no_stop_token_ends_is_told(tmp_path: Path, template: str) -> None:
-    section = saved(tmp_path, make_tokenizer(template, GLM_SPECIAL, roles={"eos_token": "<|pad|>"}))
+    section = saved(tmp_path, make_tokenizer(template, GLM_SPECIAL, roles=PAD_STOPS))
     (note,) = answer_notes(TargetFiles(section))
     assert "no stop token (there are '<|pad|>')" in note and "target.chat_template" in note
 
@@ -185,7 +179,7 @@ def test_a_template_whose_turns_no_stop_token_ends_is_told(tmp_path: Path, templ
     ],
 )
 def test_what_is_no_end_of_turn(template: str) -> None:
-    tokenizer = make_tokenizer(template, roles={"eos_token": "<|pad|>"})
+    tokenizer = make_tokenizer(template, roles=PAD_STOPS)
     assert turn_ends(tokenizer)[:3:2] == (frozenset({0}), None)
 
 
@@ -196,18 +190,16 @@ def test_the_end_of_a_harmony_channel_ends_no_answer() -> None:
 
 
 def test_stop_tokens_that_are_not_special_stay_out_of_the_next_prompt(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(roles={"eos_token": "<|pad|>"})
+    tokenizer = make_tokenizer(roles=PAD_STOPS)
     tokenizer.add_tokens(["<stop>"])
     stop: Any = tokenizer.convert_tokens_to_ids("<stop>")
     loaded: Any = TargetFiles(saved(tmp_path, tokenizer, {"eos_token_id": stop})).tokenizer
     assert decode_answer(loaded, [*loaded("sat on")["input_ids"], stop]) == "sat on"
 
 
-@pytest.mark.parametrize("named", ["4", [4, "<|end|>"], 4.0])
+@pytest.mark.parametrize("named", ["4", [4, "<|end|>"], 4.0, [4, None]])
 def test_a_stop_token_that_is_no_id_is_refused(tmp_path: Path, named: Any) -> None:
-    settings: dict[str, Any] = {"eos_token_id": named}
-    for where in ({"generation": settings}, {"config": settings}):
-        file = "generation_config.json" if "generation" in where else "config.json"
-        section = saved(tmp_path / file, make_tokenizer(), **where)
+    for key, file in (("generation", "generation_config.json"), ("config", "config.json")):
+        section = saved(tmp_path / key, make_tokenizer(), **{key: {"eos_token_id": named}})
         with pytest.raises(UserError, match=rf"target\.model: the {file} of .*eos_token_id"):
             _ = TargetFiles(section).tokenizer

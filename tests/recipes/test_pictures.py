@@ -147,17 +147,6 @@ def test_places_without_a_picture(tmp_path: Path, place: str, kind: str) -> None
 # What is refused.
 
 
-def chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-
-def png(width: int, height: int, *before: bytes) -> bytes:
-    """A PNG of gray pixels, of which only the first row is there."""
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
-    rows = chunk(b"IDAT", zlib.compress(b"\0" * (min(width, 1000) + 1)))
-    return b"\x89PNG\r\n\x1a\n" + head + b"".join(before) + rows + chunk(b"IEND", b"")
-
-
 @pytest.mark.parametrize("content", [b"hello", b"%!PS-Adobe-3.0 EPSF-3.0\n", saved(scene(), "TIFF")], ids=len)
 def test_other_contents(tmp_path: Path, content: bytes) -> None:
     assert refused(tmp_path, content) == "not a picture"
@@ -174,13 +163,13 @@ def test_truncated_files(tmp_path: Path, form: str) -> None:
 def bomb(form: str) -> bytes:
     """A small file that claims 60,000 x 60,000 pixels."""
     small = bytearray(saved(noise(20, 20), form))
-    if form == "PNG":
-        return png(60_000, 60_000)
     if form == "WEBP":
         body = b"VP8X" + struct.pack("<I", 10) + bytes(4) + (59_999).to_bytes(3, "little") * 2 + bytes(small[12:])
         return b"RIFF" + struct.pack("<I", len(body) + 4) + b"WEBP" + body
-    places = {"JPEG": (small.find(b"\xff\xc0") + 5, ">HH"), "GIF": (6, "<HH"), "BMP": (18, "<ii")}
+    places = {"JPEG": (small.find(b"\xff\xc0") + 5, ">HH"), "GIF": (6, "<HH"), "BMP": (18, "<ii"), "PNG": (16, ">II")}
     struct.pack_into(places[form][1], small, places[form][0], 60_000, 60_000)
+    if form == "PNG":
+        struct.pack_into(">I", small, 29, zlib.crc32(small[12:29]))
     return bytes(small)
 
 
@@ -206,16 +195,6 @@ def test_limits_of_pixels_bytes_and_shape(tmp_path: Path, monkeypatch: pytest.Mo
     assert refused(tmp_path, b"\x89PNG" + bytes(500)) == "picture too large"
     with pytest.raises(UnusablePicture, match="picture too large: a data URL"):
         read_picture(f"data:;base64,{'A' * 700}", tmp_path)
-
-
-def test_unpacked_texts_and_scans_are_limited(tmp_path: Path) -> None:
-    text = zlib.compress(bytes(100_000_000))
-    for kind, before in ((b"zTXt", b"\0"), (b"iTXt", b"\1\0\0\0")):
-        assert refused(tmp_path, png(8, 8, chunk(kind, b"Comment\0" + before + text))) == "picture unreadable"
-    content = saved(noise(), "JPEG", progressive=True)
-    start = content.index(b"\xff\xda")
-    assert read(tmp_path, content).size == (64, 48)
-    assert refused(tmp_path, content[:start] + content[start:-2] * 40 + content[-2:]) == "picture unreadable"
 
 
 # Damaged files.
