@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
 
 MANIFEST, STATE = "manifest.json", "trainer_state.json"
-_COMPLETE = re.compile(r"step-\d+")
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -36,31 +35,30 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    complete = (path for path in directory.glob("step-*") if _COMPLETE.fullmatch(path.name))
-    return sorted(complete, key=step_of)
+    return sorted((path for path in directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def best_of(checkpoints: Sequence[Path], values: Mapping[int, float]) -> list[Path]:
-    """The checkpoints that have a value, the highest first; of equal ones the later first.
+def best_of(directory: Path, values: Mapping[int, float]) -> tuple[Path, float] | None:
+    """The whole checkpoint with the highest value, and that value; of equal ones the last. Damaged ones are named.
 
     Args:
         values: by step.
     """
-    measured = [path for path in checkpoints if step_of(path) in values]
-    return sorted(measured, key=lambda path: (values[step_of(path)], step_of(path)), reverse=True)
+    measured = [path for path in list_checkpoints(directory) if step_of(path) in values]
+    for checkpoint in sorted(measured, key=lambda path: (values[step_of(path)], step_of(path)), reverse=True):
+        if (problem := damage(checkpoint)) is None:
+            return checkpoint, values[step_of(checkpoint)]
+        print(f"{checkpoint}: damaged ({problem}); skipped")
+    return None
 
 
 def publish_checkpoint(partial: Path, final: Path) -> None:
     """Writes the manifest of a folder that holds all its files, and renames it."""
-    paths = sorted(path for path in partial.rglob("*") if path.is_file())
-    files = {
-        path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
-        for path in paths
-    }
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in partial.iterdir()}
     (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
     sync_to_disk(partial)
     if final.exists():
@@ -86,44 +84,32 @@ def disk_errors_as_user_errors(partial: Path) -> Iterator[None]:
 def remove(checkpoint: Path) -> None:
     """Deletes a checkpoint. A kill leaves no half checkpoint that counts as one."""
     retired = checkpoint.with_suffix(".old")
-    _delete(retired)
     os.replace(checkpoint, retired)
-    _delete(retired)
+    shutil.rmtree(retired)
 
 
-def keep_last(directory: Path, count: int, also: Collection[Path] = ()) -> None:
-    """Removes all checkpoints but the newest `count` and those in `also`."""
+def keep_last(directory: Path, count: int, also: Path | None) -> None:
+    """Removes all checkpoints but the newest `count` and `also`."""
     for old in list_checkpoints(directory)[:-count]:
-        if old not in also:
+        if old != also:
             remove(old)
-
-
-def _delete(path: Path) -> None:
-    """Deletes the path if it exists: a folder, or a file or link that somebody put there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def damage(checkpoint: Path) -> str | None:
     """The first problem with a checkpoint's files; None: it is whole."""
+    name = MANIFEST
     try:
         promised = parse_json((checkpoint / MANIFEST).read_bytes())["files"]
         sealed = {name: (entry["bytes"], entry["sha256"]) for name, entry in promised.items()}
+        for name, (size, digest) in sealed.items():
+            if (has := (checkpoint / name).stat().st_size) != size:
+                return f"{name} has {has:,} bytes instead of {size:,}"
+            if file_digest(checkpoint / name) != digest:
+                return f"{name} is not what was written (its sha256 differs)"
     except OSError as error:
-        return f"{MANIFEST} cannot be read: {error.strerror}"
+        return f"{name} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not what was written"
-    for name, (size, digest) in sealed.items():
-        path = checkpoint / name
-        try:
-            if (has := path.stat().st_size) != size:
-                return f"{name} has {has:,} bytes instead of {size:,}"
-            if file_digest(path) != digest:
-                return f"{name} is not what was written (its sha256 differs)"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
     return None
 
 
@@ -135,7 +121,7 @@ def settle(directory: Path) -> None:
         UserError: there are checkpoints, but none is whole. Nothing is renamed then.
     """
     for leftover in (*directory.glob("step-*.partial"), *directory.glob("step-*.old")):
-        _delete(leftover)
+        shutil.rmtree(leftover)
     damaged: list[tuple[Path, str]] = []
     for checkpoint in reversed(list_checkpoints(directory)):
         problem = damage(checkpoint)
@@ -153,7 +139,7 @@ def settle(directory: Path) -> None:
             )
     for checkpoint, problem in damaged:
         aside = checkpoint.with_suffix(".damaged")
-        _delete(aside)
+        shutil.rmtree(aside, ignore_errors=True)
         os.replace(checkpoint, aside)
         print(f"{checkpoint}: damaged: {problem}; set aside as {aside.name}, the one before is used")
 

@@ -21,33 +21,23 @@ class MetricsLog:
 
     def drop_after(self, step: int) -> None:
         """Removes lines of later steps, which a killed run logged and a resumed one logs again, and damaged lines."""
-        *lines, rest = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
-        lines += [rest] if rest.endswith(b"}") else []  # otherwise a kill cut it off
-        steps = [_step_of(line) for line in lines]
-        if damaged := [number for number, at in enumerate(steps, start=1) if at is None]:
+        lines = self._lines()
+        if damaged := [number for number, (_, at, _) in enumerate(lines, start=1) if at is None]:
             print(f"{self.path}: damaged lines dropped: {len(damaged)}, the first is line {damaged[0]}")
-        kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
+        kept = [line for line, at, _ in lines if at is not None and at <= step]
         atomic_write(self.path, b"".join(line + b"\n" for line in kept))
-
-    def has_step(self, step: int) -> bool:
-        """Whether the step was logged."""
-        return step in map(_step_of, self.path.read_bytes().split(b"\n"))
 
     def values(self, key: str) -> dict[int, float]:
         """The values of this key by step, of the lines that have it."""
-        lines = map(_parsed, self.path.read_bytes().split(b"\n") if self.path.exists() else [])
-        return {line["step"]: line[key] for line in lines if line is not None and line.get(key) is not None}
+        return {at: parsed[key] for _, at, parsed in self._lines() if at is not None and parsed.get(key) is not None}
 
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """The line's object; None: it is not a line of metrics."""
-    try:
-        parsed = json.loads(line.decode("utf-8"))
-        return parsed if isinstance(parsed["step"], int) else None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-
-
-def _step_of(line: bytes) -> int | None:
-    parsed = _parsed(line)
-    return None if parsed is None else parsed["step"]
+    def _lines(self) -> list[tuple[bytes, int | None, dict[str, Any]]]:
+        """(line, its step or None if it is damaged, its object)."""
+        found = []
+        for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
+            try:
+                parsed = json.loads(line.decode())
+                found.append((line, int(parsed["step"]), parsed))
+            except (ValueError, LookupError, TypeError, RecursionError):
+                found.append((line, None, {}))
+        return found

@@ -8,7 +8,6 @@ A run that is resumed after a kill continues in the same place. TensorBoard hide
 checkpoint. wandb and trackio get the same run name again, and trackio shows the repeated steps twice.
 """
 
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from typing import Any
 from accelerate import tracking
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import dump_recipe
+from draftsmith.recipes.schema import Recipe
 
 PROJECT = "draftsmith"
 PACKAGES = {"comet_ml": "comet-ml"}  # pip's names, where they differ
@@ -26,7 +27,7 @@ def check_trackers(names: Sequence[str]) -> None:
     known = sorted(tracking.LOGGER_TYPE_TO_CLASS)
     installed = {str(name) for name in tracking.get_available_trackers()}
     problems = []
-    for name in dict.fromkeys(names):
+    for name in names:
         if name not in known:
             problems.append(f"train.trackers: {name!r} is unknown; known are {', '.join(known)}")
         elif name not in installed:
@@ -36,49 +37,37 @@ def check_trackers(names: Sequence[str]) -> None:
         raise UserError(problems)
 
 
-def new_run() -> str:
-    """A random name by which trackers find a run again."""
-    return uuid.uuid4().hex[:8]
-
-
 class Trackers:
-    """The trackers of one run, used by rank 0 only.
+    """The trackers of one run, used by rank 0 only."""
 
-    Args:
-        names: as `check_trackers` passes them.
-        recipe_yaml, recipe: the run's settings, as YAML and as nested values, which trackers show.
-    """
-
-    def __init__(self, names: Sequence[str], output_dir: Path, recipe_yaml: str, recipe: Mapping[str, Any]):
-        self.names = list(dict.fromkeys(names))
-        self.output_dir, self.recipe_yaml, self.recipe = output_dir, recipe_yaml, dict(recipe)
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
         self._running: list[tracking.GeneralTracker] = []
 
     def start(self, first: int, run: str) -> None:
         """
         Args:
             first: number of steps done. TensorBoard hides later steps that an earlier process logged.
-            run: the run's name, from `new_run`.
+            run: names the run, in all its processes.
         """
-        for name in self.names:
+        output = Path(self.recipe.output_dir)
+        for name in dict.fromkeys(self.recipe.train.trackers):
             kind = tracking.LOGGER_TYPE_TO_CLASS[name]
-            label = f"{self.output_dir.name}-{run}"
+            label = f"{output.name}-{run}"
             if name == "tensorboard":
-                tracker = kind("tensorboard", str(self.output_dir), purge_step=first + 1)
+                tracker = kind("tensorboard", str(output), purge_step=first + 1)
             elif name == "wandb":
-                tracker = kind(PROJECT, name=self.output_dir.name, id=label, resume="allow", dir=str(self.output_dir))
+                tracker = kind(PROJECT, name=output.name, id=label, resume="allow", dir=str(output))
             elif name == "trackio":
                 tracker = kind(PROJECT, name=label, resume="allow")
-            elif kind.requires_logging_directory:
-                tracker = kind(PROJECT, str(self.output_dir / name))
             else:
-                tracker = kind(PROJECT)
+                tracker = kind(PROJECT, *[str(output / name)] * kind.requires_logging_directory)
             tracker.start()
             self._running.append(tracker)
             if name != "tensorboard":
-                tracker.store_init_configuration(self.recipe)
+                tracker.store_init_configuration(self.recipe.model_dump())
             elif first == 0:  # accelerate would open a second run for it at every start
-                tracker.tracker.add_text("recipe", f"```yaml\n{self.recipe_yaml}\n```")
+                tracker.tracker.add_text("recipe", f"```yaml\n{dump_recipe(self.recipe)}\n```")
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Logs a line of metrics.jsonl, with one value for each entry of a list, without nulls."""
@@ -94,4 +83,3 @@ class Trackers:
     def finish(self) -> None:
         for tracker in self._running:
             tracker.finish()
-        self._running.clear()
