@@ -1,8 +1,7 @@
 """Memory and operations of one micro-batch of training, found by running it on fake tensors: no memory, no arithmetic.
 
-Formulas for the unroll could grow stale. Instead the real unroll, with the real teacher and loss, runs forward and
-backward at the requested size, which takes seconds. A meter counts the bytes that are alive, torch's counter the
-operations of matrix products.
+The real unroll, with the real teacher and loss, runs forward and backward at the requested size, which takes seconds.
+A meter counts the bytes that are alive, torch's counter the operations of matrix products.
 
 Shapes: B rows, T tokens, C counted columns, V target vocabulary, Vd draft vocabulary.
 """
@@ -71,10 +70,7 @@ def dry_run(
     device: str = "cpu",
 ) -> DryRun:
     """A micro-batch of these sizes, with teacher and backward pass, without the target's layers. Weights of drafter and
-    target are not among the bytes.
-
-    Args:
-        device: type of the run's device, which decides how many logits are alive.
+    target are not among the bytes. The type of the run's `device` decides how many logits are alive.
     """
     columns = max(1, min(columns, tokens))
     vocab = DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size)

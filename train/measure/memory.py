@@ -51,11 +51,7 @@ HOW_TO_LOWER = {
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The facts known before a run starts.
-
-    Attributes:
-        rows, validation_rows: empty before regenerate has run.
-    """
+    """The facts known before a run starts; without rows before regenerate has run."""
 
     recipe: Recipe
     files: TargetFiles
@@ -75,11 +71,6 @@ class PlannedRun:
     def longest_tokens(self) -> int:
         """Most tokens of a row, up to its last supervised one."""
         return max(map(length_of, self.rows), default=longest_row(self.recipe, self.files))
-
-    @property
-    def most_columns(self) -> int:
-        """Most counted columns of a row."""
-        return max((taught_tokens(row.spans) for row in self.rows), default=longest_row(self.recipe, self.files))
 
     @property
     def reads_states(self) -> bool:
@@ -106,7 +97,8 @@ def planned_memory(run: PlannedRun) -> dict[str, float]:
         buckets = 2 * min(whole, 4 * BUCKET)
 
     tokens, rows = run.longest_tokens, min(section.batch_size, len(run.rows) or section.batch_size)
-    sizes = rows, tokens, run.most_columns, run.device.type
+    columns = max((taught_tokens(row.spans) for row in run.rows), default=tokens)
+    sizes = rows, tokens, columns, run.device.type
     unroll = dry_run(section, shape, run.files.text_config, size.dtype, *sizes).peak_bytes
     target_pass = target_forward_bytes(run.files.text_config, size, rows, tokens, len(shape.capture_layers))
     kept = gradients * (section.gradient_accumulation_steps > 1) + buckets
@@ -127,12 +119,10 @@ def planned_replay_bytes(run: PlannedRun) -> float:
     """Memory of the widest batch of train.eval_replay, if all its answers were as long as the longest row."""
     if not run.recipe.train.eval_replay:
         return 0
-    # A batch holds no more answers than there are; before they are counted, its full size.
     rows, longest, tree = run.recipe.eval.replay_batch_size, run.longest_tokens, run.recipe.eval.tree
     if run.rows:
         rows = min(rows, sum(len(row.spans) for row in run.validation_rows))
-    shape, size = run.shape, run.size
-    layers = len(shape.capture_layers)
+    shape, size, layers = run.shape, run.size, len(run.shape.capture_layers)
     states = layers * shape.hidden_size * size.dtype.itemsize
     kept = replay_bytes(rows * longest, rows, longest, states, shape.column_bytes)
     tokens = max(longest, pass_tokens(run.device.type))

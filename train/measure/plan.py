@@ -1,12 +1,11 @@
 """`--plan` of the training scripts: what a run would take, before anything large is loaded."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from draftsmith.data_gen.states.store import Store, taught_tokens
+from draftsmith.data_gen.states.store import taught_tokens
 from draftsmith.data_gen.states.stored_target import stored_bytes
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.checkpoint import shape_of_run
@@ -26,12 +25,12 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.plan import PlanLines, plural
-from draftsmith.recipes.errors import UserError, collecting_problems
+from draftsmith.recipes.errors import collecting_problems
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.measure.dry_run import row_flops
 from draftsmith.train.measure.memory import HOW_TO_LOWER, TARGET_WEIGHTS, PlannedRun, planned_memory
-from draftsmith.train.run.batches import BatchOrder, efficiency
+from draftsmith.train.run.batches import BatchOrder, computed_tokens
 from draftsmith.train.run.checkpoints import damage, list_checkpoints, read_state
 from draftsmith.train.run.inputs import check_start_of_recipe, read_rows, read_run_vocab
 from draftsmith.train.run.metrics_log import MetricsLog
@@ -47,13 +46,10 @@ CPU_UTILISATION = 0.5
 
 
 def print_plan(recipe: Recipe, files: TargetFiles, tera_flops_per_second: float | None, processes: int) -> None:
-    """Plans from the files that are there. Rank 0 prints.
+    """Plans from the files that are there. Rank 0 prints. Raises UserError with everything that cannot work.
 
     Args:
         tera_flops_per_second: that one device reaches; None: assumed.
-
-    Raises:
-        UserError: everything that cannot work.
     """
     if rank() > 0:
         return
@@ -66,7 +62,7 @@ def print_plan(recipe: Recipe, files: TargetFiles, tera_flops_per_second: float 
 
 
 def _read(plan: PlanLines, recipe: Recipe, files: TargetFiles, processes: int) -> PlannedRun:
-    """Checks the files that are there as a run does, as far as that can be told without the target's weights."""
+    """Checks the files that are there as a run does, as far as that is known without the target's weights."""
     shape = shape_of_run(recipe, files)
     states = [made_by("capture", recipe)] * (recipe.data.states is not None)
     plan.reads(made_by("regenerate", recipe), made_by("rank-vocab", recipe), *states)
@@ -92,26 +88,16 @@ def _read(plan: PlanLines, recipe: Recipe, files: TargetFiles, processes: int) -
     if recipe.train.shard_target:
         size = shared_out(size, processes)
     run = PlannedRun(recipe, files, shape, size, rows, validation_rows, device_here(recipe.target.device), processes)
-    if rows and vocab is not None:
-        plan.problems += _resumption(run, store)
+    there = list_checkpoints(recipe.checkpoints_dir)
+    if rows and vocab is not None and there and damage(there[-1]) is None:  # training sets damaged ones aside
+        digests = digests_of(rows, validation_rows)
+        identity = run_identity(recipe, files, shape, {}, processes, digests, store_identity(store))
+        with collecting_problems(plan.problems):
+            state = read_state(there[-1], identity, unknown=("target", "drafter.embedding_scale"))
+            schedule = Schedule(recipe.train, len(rows), processes).resumed(state["step"], state["micro_batches"])
+            if note := schedule.jump(state["step"], state["steps"]):
+                print(note)
     return run
-
-
-def _resumption(run: PlannedRun, store: Store | None) -> Iterator[str]:
-    """Why training would not resume from the last checkpoint. Prints how the learning rate would go on."""
-    there = list_checkpoints(run.recipe.checkpoints_dir)
-    if not there or damage(there[-1]) is not None:  # training sets damaged ones aside
-        return
-    digests = digests_of(run.rows, run.validation_rows)
-    identity = run_identity(run.recipe, run.files, run.shape, {}, run.processes, digests, store_identity(store))
-    try:
-        state = read_state(there[-1], identity, unknown=("target", "drafter.embedding_scale"))
-    except UserError as error:
-        yield from error.problems
-        return
-    schedule = Schedule(run.recipe.train, len(run.rows), run.processes).resumed(state["step"], state["micro_batches"])
-    if note := schedule.jump(state["step"], state["steps"]):
-        print(note)
 
 
 def _plan_steps(plan: PlanLines, run: PlannedRun, tera_flops_per_second: float | None) -> None:
@@ -131,35 +117,28 @@ def _plan_steps(plan: PlanLines, run: PlannedRun, tera_flops_per_second: float |
     if not rows and section.max_steps is None:
         plan.line("steps, time", UNKNOWN)
         return
-    steps, per_step = Schedule(section, len(rows), run.processes).steps, rows_per_step(run)
+    schedule = Schedule(section, len(rows), run.processes)
+    steps, per_step = schedule.steps, schedule.micro_batches_per_step * section.batch_size
     passes = f", {steps * per_step / len(rows):.2f} passes" if rows else ""
     plan.line("steps", f"{steps:,} of {per_step:,} rows on {plural(run.processes, 'process', 'es')}{passes}", "exact")
-    plan.line("warm-up", f"{section.warmup_steps:,} steps, {section.warmup_steps / steps:.1%} of the run", "exact")
     if section.warmup_steps >= steps:
         plan.problems.append(
             f"train.warmup_steps {section.warmup_steps:,} is not shorter than the run of {steps:,} steps: the "
             "learning rate never reaches train.learning_rate"
         )
-    if rows:
-        plan.line("time", *_time(run, steps, tokens, tera_flops_per_second))
+    done, rate = max(MetricsLog(run.recipe.metrics_path).values("tokens_per_second").items(), default=(0, 0))
+    if rows and rate:
+        seconds = max(0, steps - done) * per_step * tokens / len(rows) / rate
+        plan.line("time", f"{duration(seconds)} for {steps - done:,} steps", f"measured: {rate:,.0f} tokens/s")
     else:
-        plan.line("time", UNKNOWN)
-    if section.eval_replay:
-        count = plural(min(section.eval_replay, section.validation_conversations), "validation conversation")
-        tree = run.recipe.eval.tree.policy
-        text = f"{count} at every checkpoint, eval.tree {tree}: replay_tau in {run.recipe.metrics_path.name}"
-        plan.line("replay", text)
+        plan.line("time", *(_time(run, steps, tera_flops_per_second) if rows else (UNKNOWN,)))
 
 
-def _time(run: PlannedRun, steps: int, tokens: int, tera_flops_per_second: float | None) -> tuple[str, str]:
-    """(the time, its basis): by this run's own speed where it has begun, else by operations and an assumed rate."""
+def _time(run: PlannedRun, steps: int, tera_flops_per_second: float | None) -> tuple[str, str]:
+    """(the time, its basis) by operations and an assumed rate, for a run that has not begun."""
     section, rows = run.recipe.train, run.rows
-    done, rate = last_logged(run.recipe.metrics_path)
-    if rate:
-        seconds = max(0, steps - done) * rows_per_step(run) * tokens / len(rows) / rate
-        return f"{duration(seconds)} for {steps - done:,} steps", f"measured: {rate:,.0f} tokens/s"
     order = BatchOrder([len(row.input_ids) for row in rows], section.batch_size, section.seed)
-    padded = efficiency(order, rows, section.packing).computed // len(rows)
+    padded = computed_tokens(order, rows, section.packing) // len(rows)
     columns = sum(taught_tokens(row.spans) for row in rows) // len(rows)
     of_row = row_flops(section, run.shape, run.files.text_config, run.size, run.reads_states, padded, columns)
     flops = float(steps * section.gradient_accumulation_steps * section.batch_size * of_row)
@@ -195,10 +174,9 @@ def _plan_memory(plan: PlanLines, run: PlannedRun) -> None:
 
 
 def _plan_disk(plan: PlanLines, run: PlannedRun) -> None:
-    section, folder = run.recipe.train, Path(run.recipe.output_dir)
-    size = run.parameters, run.shape.draft_vocab_size, run.shape.vocab_size
+    folder, size = Path(run.recipe.output_dir), (run.parameters, run.shape.draft_vocab_size, run.shape.vocab_size)
     one, drafter = checkpoint_bytes(*size), drafter_bytes(*size)
-    checkpoints = section.keep_checkpoints + (section.keep_best is not None)
+    checkpoints = run.recipe.train.keep_checkpoints + (run.recipe.train.keep_best is not None)
     disk, free = (checkpoints + 1) * one + drafter, free_bytes(folder)
     kept = f"{plural(checkpoints, 'checkpoint')} of {gigabytes(one)} and one being written"
     plan.line("disk", f"{gigabytes(disk)}: {kept}, drafter {gigabytes(drafter)}; {gigabytes(free)} are free", "exact")
@@ -206,16 +184,6 @@ def _plan_disk(plan: PlanLines, run: PlannedRun) -> None:
         plan.problems.append(
             f"output_dir: {gigabytes(disk)} do not fit the {gigabytes(free)} that are free for {folder}"
         )
-
-
-def rows_per_step(run: PlannedRun) -> int:
-    """Training rows of a full optimiser step, over all processes."""
-    return run.recipe.train.batch_size * run.recipe.train.gradient_accumulation_steps * run.processes
-
-
-def last_logged(metrics: Path) -> tuple[int, float | None]:
-    """(steps done, tokens per second) of the last line of metrics.jsonl; (0, None) where there is none."""
-    return max(MetricsLog(metrics).values("tokens_per_second").items(), default=(0, None))
 
 
 def millions(count: int) -> str:

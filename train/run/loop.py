@@ -199,7 +199,7 @@ class Loop:
                 with record_function("backward"):
                     engine.backward(sums.loss * (counts[i] / summed.clamp(min=1)))
             if counts[i]:
-                tally.add(sums, batch.tokens)
+                tally.add(sums, len(batch.tokens_at))
         lr = self.schedule.learning_rate(step)
         with record_function("optimizer"):
             done = engine.step(lr)

@@ -36,7 +36,7 @@ from draftsmith.train.loss.unroll import kernel_of
 from draftsmith.train.measure.dry_run import row_flops
 from draftsmith.train.measure.plan import print_plan
 from draftsmith.train.run.accelerator import accelerator_of
-from draftsmith.train.run.batches import efficiency
+from draftsmith.train.run.batches import computed_tokens
 from draftsmith.train.run.checkpoints import disk_errors_as_user_errors, step_of
 from draftsmith.train.run.engine import Engine
 from draftsmith.train.run.initial_drafter import new_drafter
@@ -167,11 +167,12 @@ def print_summary(loop: Loop) -> None:
     trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     products = torch.bfloat16 if loop.engine.bf16 else drafter.dtype
     kernel = kernel_of(drafter.config, loop.accelerator.device, products)
+    no_padding = sum(map(length_of, inputs.rows)) / computed_tokens(loop.order, inputs.rows, packing)
     say(
         f"{trainable / 1e6:.2f} M trainable parameters, draft vocabulary {drafter.vocab.size} of {target.vocab_size}, "
         f"target states {list(target.capture_layers)}, {len(inputs.rows)} rows, {len(inputs.validation_rows)} kept for "
         f"validation, attention by {kernel.name}\n"
-        f"{efficiency(loop.order, inputs.rows, packing)} "
+        f"{no_padding:.1%} of the tokens that the target reads are no padding "
         f"({'packed' if packing else 'padded'} micro-batches, first epoch)"
     )
     if inputs.store is not None:
