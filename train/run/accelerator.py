@@ -1,12 +1,9 @@
-"""Joins the processes of a run, alone, by DistributedDataParallel or by DeepSpeed's ZeRO.
-
-Optimiser steps are the same in every case (`train.run.engine`). The launcher's DeepSpeed settings are
-used where they agree with the recipe, and refused where they do not.
+"""Joins the processes of a run: one alone, by DistributedDataParallel, or by DeepSpeed's ZeRO. The launcher's DeepSpeed
+settings are used where they agree with the recipe, and refused where they do not.
 """
 
 import os
 import socket
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,8 +30,7 @@ DECIDED_BY_RECIPE = (
 def deepspeed_config(section: TrainSection) -> dict[str, Any]:
     """The recipe's settings as DeepSpeed's configuration."""
     zero: dict[str, Any] = {"stage": section.zero_stage, "overlap_comm": torch.accelerator.is_available()}
-    if section.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
+    zero |= {"offload_optimizer": {"device": "cpu"}} if section.offload_optimizer else {}
     return {
         "train_micro_batch_size_per_gpu": section.batch_size,
         "gradient_accumulation_steps": section.gradient_accumulation_steps,
@@ -62,10 +58,7 @@ def accelerator_of(section: TrainSection) -> Accelerator:
     by_launcher = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     plugin = None
     if section.offload_optimizer and not (section.zero_stage or by_launcher):
-        raise UserError(
-            "train.offload_optimizer: only ZeRO can offload the optimiser; set train.zero_stage to 1, 2 or 3, or leave "
-            "it out"
-        )
+        raise UserError("train.offload_optimizer: only ZeRO can; set train.zero_stage to 1, 2 or 3, or leave it out")
     if section.zero_stage or by_launcher:
         check_deepspeed(
             "accelerate's config asks for DeepSpeed" if by_launcher else "train.zero_stage: ZeRO is DeepSpeed's"
@@ -87,48 +80,37 @@ def accelerator_of(section: TrainSection) -> Accelerator:
     )
     check_joined(started, accelerator.num_processes)
     kind = accelerator.distributed_type
-    if plugin is None and kind.name not in ALONE_OR_COPIED:
-        raise UserError(f"accelerate's config asks for {kind.value}; drafters are trained by DDP or DeepSpeed's ZeRO")
-    if plugin is not None and kind != DistributedType.DEEPSPEED:
-        raise UserError(
-            "train.zero_stage: accelerate does not use DeepSpeed where it is told to use the CPU beside an "
-            "accelerator: hide the accelerator (CUDA_VISIBLE_DEVICES=) instead"
-        )
     if plugin is not None:
+        if kind != DistributedType.DEEPSPEED:
+            raise UserError(
+                "train.zero_stage: accelerate does not use DeepSpeed where it is told to use the CPU beside an "
+                "accelerator: hide the accelerator (CUDA_VISIBLE_DEVICES=) instead"
+            )
         unset_hf_deepspeed_config()  # else transformers shards the target, which is loaded later
+    elif kind.name not in ALONE_OR_COPIED:
+        raise UserError(f"accelerate's config asks for {kind.value}; drafters are trained by DDP or DeepSpeed's ZeRO")
     keep_group()
     return accelerator
 
 
 def deepspeed_on_cpus() -> bool:
-    """Whether there are only CPUs. DeepSpeed, which must not be imported yet, is then told to use them.
-
-    It is also told not to compile an operator that only inference calls. A process that is killed while it compiles
-    leaves the compiler's lock behind, and every later start waits for it for ever.
-    """
+    """Whether there are only CPUs. DeepSpeed, which must not be imported yet, is then told to use them."""
     if torch.accelerator.is_available():
         return False
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed import ops
 
+    # Only inference calls it. A process that is killed while it compiles this operator leaves the compiler's lock, and
+    # every later start waits for it for ever.
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return True
 
 
 def check_deepspeed(reason: str) -> None:
-    """Checks that DeepSpeed is installed.
-
-    Args:
-        reason: why it is needed; ends with its name.
-
-    Raises:
-        UserError: it is missing or too old.
-    """
-    if find_spec("deepspeed") is None:
-        raise UserError(f"{reason}, which is not installed: pip install 'deepspeed>={OLDEST_DEEPSPEED}'")
-    if compare_versions("deepspeed", "<", OLDEST_DEEPSPEED):
+    """Raises UserError if DeepSpeed is missing or too old. `reason`: why it is needed; ends with its name."""
+    if find_spec("deepspeed") is None or compare_versions("deepspeed", "<", OLDEST_DEEPSPEED):
         raise UserError(
-            f"{reason}, and {metadata.version('deepspeed')} is installed, but {OLDEST_DEEPSPEED} or newer is needed: "
+            f"{reason}, which is not installed, or older than {OLDEST_DEEPSPEED}: "
             f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
         )
 
@@ -137,18 +119,17 @@ def _join_group_of_one() -> None:
     """DeepSpeed needs a process group even for a single process that no launcher started."""
     if "RANK" in os.environ:
         return
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(alone)
+        os.environ.update(alone, MASTER_PORT=str(free.getsockname()[1]))
 
 
 def launcher_plugin(section: TrainSection) -> DeepSpeedPlugin:
     """The plugin that `accelerate launch` asks for by its options or config; the recipe fills in what these leave out.
 
     Raises:
-        UserError: the launcher names a DeepSpeed config that cannot be read, or is none.
+        UserError: the launcher's DeepSpeed config cannot be read.
     """
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     # accelerate sets a variable only for what it was given. Without one its plugin takes its own default, stage 2.

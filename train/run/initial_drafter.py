@@ -20,14 +20,10 @@ from draftsmith.train.run.lora import add_lora
 def new_drafter(
     section: DrafterSection, shape: DrafterConfig, vocab: DraftVocab, target: Target, identity: dict[str, Any]
 ) -> Drafter:
-    """A drafter with the weights that training starts from, on the CPU.
-
-    Args:
-        identity: the target's.
+    """A drafter with the weights that training starts from, on the CPU. `identity` is the target's.
 
     Raises:
-        UserError: drafter.init_from was trained for another target or has another shape, or drafter.lora.modules names
-            layers that it has not.
+        UserError: as `check_start` and `add_lora`.
     """
     drafter = build_drafter(shape, vocab, target.frozen_head)
     if section.init_head != "random" and isinstance(drafter, Eagle3Drafter):
@@ -42,14 +38,9 @@ def new_drafter(
 
 def start_from(directory: Path, drafter: Drafter, identity: dict[str, Any]) -> None:
     """Copies the weights of a trained drafter: one of the same shape, a single layer into all specialists, a
-    text drafter under a new vision adaptor, or both.
-
-    Raises:
-        UserError: see `check_start`.
-    """
+    text drafter under a new vision adaptor, or both. Raises UserError as `check_start`."""
     given = check_start(directory, drafter.config, drafter.vocab, identity)
-    tensors = read_weights(directory)
-    drafter.load_state_dict(drafter.adapted(tensors, given))
+    drafter.load_state_dict(drafter.adapted(read_weights(directory), given))
 
 
 def check_start(
@@ -67,8 +58,7 @@ def check_start(
         unknown: fields of `shape` that are not known yet.
 
     Raises:
-        UserError: the drafter is missing, or differs in target, kind, shape or draft vocabulary; the message names the
-            differences.
+        UserError: the drafter is missing, or differs in target, kind, shape or draft vocabulary.
     """
     try:
         given, trained_for = read_drafter_config(directory)

@@ -23,27 +23,16 @@ from draftsmith.train.run.state_sources import store_of
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads before any weights are loaded.
-
-    Attributes:
-        shape: the drafter's, as far as it is known without the target's weights.
-        store: of the target's states; None: the target computes them.
-    """
-
     files: TargetFiles
     rows: list[TrainingRow]
     validation_rows: list[TrainingRow]
-    shape: DrafterConfig
+    shape: DrafterConfig  # the drafter's, as far as it is known without the target's weights
     vocab: DraftVocab
-    store: Store | None
+    store: Store | None  # of the target's states; None: the target computes them
 
 
 def read_inputs(recipe: Recipe, files: TargetFiles) -> Inputs:
-    """All ranks read; rank 0 records and prints rejects.
-
-    Raises:
-        UserError: something is missing, or does not fit the recipe.
-    """
+    """All ranks read; rank 0 records and prints rejects. Raises UserError if something does not fit the recipe."""
     rejects = Rejects(recipe.training_rejects_path if rank() == 0 else None)
     rows, validation_rows = read_rows(recipe, files, rejects)
     if rejects.total and rank() == 0:
@@ -70,11 +59,7 @@ def read_rows(recipe: Recipe, files: TargetFiles, rejects: Rejects) -> tuple[lis
 
 
 def read_run_vocab(recipe: Recipe, files: TargetFiles) -> DraftVocab:
-    """The run's draft vocabulary, checked against the recipe and the target.
-
-    Raises:
-        UserError: it is missing, or made for another target, tokenizer or drafter.vocab_size.
-    """
+    """Raises UserError if it is missing, or made for another target, tokenizer or drafter.vocab_size."""
     require_files(made_by("rank-vocab", recipe))
     path, fingerprint, target_vocab_size = recipe.draft_vocab_path, files.fingerprint, files.text_config.vocab_size
     vocab = DraftVocab.load(path)
@@ -96,11 +81,8 @@ def read_run_vocab(recipe: Recipe, files: TargetFiles) -> DraftVocab:
 
 
 def check_start_of_recipe(recipe: Recipe, files: TargetFiles, shape: DrafterConfig, vocab: DraftVocab | None) -> None:
-    """Raises UserError if training cannot start from drafter.init_from, as far as that can be told without weights.
-
-    Args:
-        vocab: None: there is none yet.
-    """
+    """Raises UserError if training cannot start from drafter.init_from, as far as that is known without weights, and
+    perhaps without a `vocab`."""
     if recipe.drafter.init_from is not None and not yet_to_import(recipe, recipe.drafter.init_from):
         unknown = ("embedding_scale", *["draft_vocab_size"] * (vocab is None))
         check_start(Path(recipe.drafter.init_from), shape, vocab, files.identity, unknown)

@@ -47,10 +47,9 @@ def run_identity(
     """Data, order, settings, drafter and target of a run.
 
     Args:
-        target: its identity.
         digests: of the rows that are left after all checks. The contents of eval.prompts decide which these are, and
             may have changed since the checkpoint.
-        states: describes the store that states are read from (`store_identity`); None: the target computes them.
+        states: of `store_identity`.
     """
     start = recipe.drafter.init_from
     settings = {f"train.{key}": value for key, value in recipe.train.model_dump().items() if key not in MAY_CHANGE}
