@@ -14,7 +14,7 @@ from draftsmith.train.loss import head_loss
 from draftsmith.train.loss.head_loss import HeadLoss, Teacher
 from draftsmith.train.loss.losses import Lesson, LossWeights, feature_regression
 from draftsmith.train.loss.unroll import add_noise
-from draftsmith.train.run.settings import loss_weights
+from draftsmith.train.run.settings import trainee_of
 from tests import reference, slow_drafters
 from tests.thinning import pairwise
 
@@ -67,7 +67,7 @@ def test_a_recipe_s_losses_are_those_that_are_summed() -> None:
     settings: dict[str, Any] = {"token_loss": 0.5, "feature_loss": 0.25, "top_k_loss": 0.125}
     settings |= {"token_objective": "hybrid", "rank_loss": 0.75}
     expected = LossWeights(token=0.5, feature=0.25, top_k=0.125, objective="hybrid", rank=0.75)
-    assert loss_weights(TrainSection(**settings)) == expected
+    assert trainee_of(TrainSection(**settings), nn.Module()).weights == expected
 
 
 def test_losses_from_a_cold_start() -> None:

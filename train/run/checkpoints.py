@@ -56,11 +56,13 @@ def best_of(directory: Path, values: Mapping[int, float]) -> tuple[Path, float] 
     return None
 
 
-def publish_checkpoint(partial: Path, final: Path) -> None:
-    """Writes the manifest of a folder that holds all its files, and renames it."""
+def publish_checkpoint(partial: Path, state: Mapping[str, Any]) -> None:
+    """Writes the state and the manifest beside the tensors, and gives the folder its name."""
+    (partial / STATE).write_text(json.dumps(state, indent=2) + "\n")
     files = {path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in partial.iterdir()}
     (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
     sync_to_disk(partial)
+    final = partial.with_suffix("")
     if final.exists():
         remove(final)
     os.replace(partial, final)
@@ -75,10 +77,8 @@ def disk_errors_as_user_errors(partial: Path) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):
             raise
-        raise UserError(
-            f"{partial}: cannot be written ({first_line(error)}): make room, if the disk is full, and start "
-            "again; what was written before is whole, and training resumes from there"
-        ) from error
+        remedy = "make room, if the disk is full, and start again: training resumes from the last checkpoint"
+        raise UserError(f"{partial}: cannot be written ({first_line(error)}); {remedy}") from error
 
 
 def remove(checkpoint: Path) -> None:
@@ -114,30 +114,18 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def settle(directory: Path) -> None:
-    """Prepares the folder for a run: removes what kills left, and sets aside damaged checkpoints behind the last whole
-    one.
-
-    Raises:
-        UserError: there are checkpoints, but none is whole. Nothing is renamed then.
-    """
+    """Removes what kills left, and sets aside damaged checkpoints after the last whole one. Raises UserError, and
+    renames nothing, if there are checkpoints, but none is whole."""
     for leftover in (*directory.glob("step-*.partial"), *directory.glob("step-*.old")):
         shutil.rmtree(leftover)
-    damaged: list[tuple[Path, str]] = []
-    for checkpoint in reversed(list_checkpoints(directory)):
-        problem = damage(checkpoint)
-        if problem is None:
-            break
-        damaged.append((checkpoint, problem))
-    else:
-        if damaged:
-            raise UserError(
-                [
-                    *(f"{checkpoint}: damaged: {problem}" for checkpoint, problem in damaged),
-                    f"no checkpoint in {directory} can be resumed: delete the folder to start again, or choose another "
-                    "output_dir",
-                ]
-            )
-    for checkpoint, problem in damaged:
+    checkpoints, damaged = list_checkpoints(directory), dict[Path, str]()
+    while checkpoints and (problem := damage(checkpoints[-1])):
+        damaged[checkpoints.pop()] = problem
+    if damaged and not checkpoints:
+        problems = [f"{checkpoint}: damaged: {problem}" for checkpoint, problem in damaged.items()]
+        remedy = "delete the folder to start again, or choose another output_dir"
+        raise UserError([*problems, f"no checkpoint in {directory} can be resumed: {remedy}"])
+    for checkpoint, problem in damaged.items():
         aside = checkpoint.with_suffix(".damaged")
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(checkpoint, aside)
@@ -154,13 +142,9 @@ def read_state(checkpoint: Path, identity: Mapping[str, Any], unknown: tuple[str
     Raises:
         UserError: another run wrote it, or this process does not see it.
     """
-    try:
-        state = json.loads((checkpoint / STATE).read_text())
-    except FileNotFoundError:
-        raise UserError(
-            f"{checkpoint}: rank 0 resumes from it, and another process does not see it: output_dir must be one folder "
-            "that all of them see"
-        ) from None
+    if not checkpoint.exists():
+        raise UserError(f"{checkpoint}: rank 0 sees it, another process does not: all must see one output_dir")
+    state = json.loads((checkpoint / STATE).read_text())
     here = json.loads(json.dumps(identity))  # as it was written, with lists for tuples
     different = [
         f"{key}: the checkpoint has {theirs!r}, this run has {mine!r}"
@@ -168,8 +152,6 @@ def read_state(checkpoint: Path, identity: Mapping[str, Any], unknown: tuple[str
         if not key.startswith(unknown)
     ]
     if different:
-        raise UserError(
-            f"{checkpoint} belongs to another run ({'; '.join(different)}); restore these values, or choose another "
-            "output_dir to start again"
-        )
+        remedy = "restore these values, or choose another output_dir to start again"
+        raise UserError(f"{checkpoint} belongs to another run ({'; '.join(different)}); {remedy}")
     return state

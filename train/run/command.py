@@ -40,7 +40,9 @@ def main() -> None:
     command = parse_command(f"{__doc__}{FILES}", extra=options)
     _check_inputs(command)
     if world_size() == 1:
-        command.processes = command.processes or _devices()
+        import torch
+
+        command.processes = command.processes or max(1, torch.accelerator.device_count())
         if command.processes > 1 and not command.plan:
             launch(command, command.processes)
     train_drafter(command)
@@ -75,12 +77,6 @@ def _check_inputs(command: Command) -> None:
     if not command.plan:
         check_all_started()
         require_files(made_by("regenerate", command.recipe), made_by("rank-vocab", command.recipe))
-
-
-def _devices() -> int:
-    import torch
-
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 1
 
 
 def _options(parser: ArgumentParser) -> None:

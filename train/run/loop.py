@@ -5,10 +5,9 @@ so splitting a batch differently changes no gradient. A step is a function of (w
 run that is resumed from a checkpoint therefore continues bit for bit, on one process and on two.
 """
 
-import json
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -31,7 +30,6 @@ from draftsmith.train.measure.metrics_line import COUNTED, Tally, ThroughputMete
 from draftsmith.train.measure.step_profile import tracer
 from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
 from draftsmith.train.run.checkpoints import (
-    STATE,
     best_of,
     checkpoint_path,
     disk_errors_as_user_errors,
@@ -54,15 +52,6 @@ from draftsmith.train.run.validation_replay import ValidationReplay, replay_metr
 LOSS_IS_NOT_FINITE = "its loss is not finite"
 # train.keep_best: the key of the lines of metrics that it compares.
 BEST_BY = {"simulated_tau": "validation_simulated_tau", "replay_tau": "replay_tau"}
-
-
-def bar_text(line: Mapping[str, Any]) -> str:
-    """The progress bar's text for a line of metrics."""
-    words = [f"loss {line['loss']:.3f}, tau {line['simulated_tau']:.2f}"] if "loss" in line else []
-    words += [f"{line['tokens_per_second']:,} tok/s", f"{line['columns_per_second']:,} col/s"]
-    words += [f"{line['data_wait']:.0%} waiting", f"{line['memory_gib']:.1f} GiB"]
-    words += [f"MFU {line['mfu']:.0%}"] if "mfu" in line else []
-    return ", ".join(words)
 
 
 def first_five(names: Sequence[str], joint: str = ", ") -> str:
@@ -131,9 +120,9 @@ class Loop:
             with tracing as trace, self.stop_request, progress:
                 return self._run(first, progress, trace)
         except KeyboardInterrupt:
-            saved = list_checkpoints(self.checkpoints)
-            where = f"the same command resumes from step {step_of(saved[-1]):,} ({saved[-1]})" if saved else ""
-            where = where or "no checkpoint yet: the same command starts again"
+            where = "no checkpoint yet: the same command starts again"
+            if saved := list_checkpoints(self.checkpoints):
+                where = f"the same command resumes from step {step_of(saved[-1]):,} ({saved[-1]})"
             raise KeyboardInterrupt(f"interrupted after step {progress.n:,}; {where}") from None
         finally:
             self.trackers.finish()
@@ -156,7 +145,9 @@ class Loop:
                 speed = self.meter.read({key: line.pop(key) for key in COUNTED}, self.schedule.steps - done)
                 line = {"step": done, **line, "lr": lr, "skipped_steps": self.skipped, **speed}
                 line["grad_norm"] = grad_norm if math.isfinite(grad_norm) else None  # JSON has no NaN
-                progress.set_postfix_str(bar_text(line))
+                text = f"loss {line['loss']:.3f}, tau {line['simulated_tau']:.2f}, " if "loss" in line else ""
+                text += f"{line['tokens_per_second']:,} tok/s, {line['data_wait']:.0%} waiting"
+                progress.set_postfix_str(text)
                 if validate:
                     line |= {f"validation_{k}": v for k, v in self.validate().items() if k not in COUNTED}
                 if replay:
@@ -170,10 +161,9 @@ class Loop:
                 self.meter.start(self._save(done))
             if stop and not last:
                 progress.close()
-                text = f"SIGTERM: stopped after step {done:,}, which is saved; the same command resumes from there"
-                self.accelerator.print(text)
+                said = f"SIGTERM: stopped after step {done:,}, which is saved; the same command resumes from there"
+                self.accelerator.print(said)
                 return False
-        progress.close()
         return True
 
     def _step(self, step: int) -> tuple[float, float, bool]:
@@ -230,9 +220,7 @@ class Loop:
         everywhere = list(dict.fromkeys(gather_object(found)))
         told = first_five([f"{id_}: {problem}" for id_, problem in everywhere if problem], "; ")
         told = told or "no row alone gives such a number: their sum overflows"
-        remedy = (
-            f"lower train.learning_rate or lengthen train.warmup_steps; {self.checkpoints} holds the last good state"
-        )
+        remedy = f"lower train.learning_rate or lengthen train.warmup_steps; {self.checkpoints} has the last good state"
         if len(everywhere) > 1 and all(problem == LOSS_IS_NOT_FINITE for _, problem in everywhere):
             raise UserError(f"step {step + 1}: the loss of every row is NaN or inf, training has diverged: {remedy}")
         self.skipped += 1
@@ -329,16 +317,13 @@ class Loop:
         return best_of(self.checkpoints, self.metrics.values(BEST_BY[self.section.keep_best]))
 
     def _keep(self) -> None:
-        """Removes checkpoints that are neither among the newest nor the best."""
         best = self.best()
         keep_last(self.checkpoints, self.section.keep_checkpoints, best and best[0])
 
     def _save(self, step: int) -> dict[str, float]:
         """Writes a checkpoint folder, whole or not at all, and removes those that need not be kept. Returns the counted
         sums since the last line of metrics."""
-        final = checkpoint_path(self.checkpoints, step)
-        partial = final.with_suffix(".partial")
-        windows = self.window.of_ranks()
+        partial, windows = checkpoint_path(self.checkpoints, step).with_suffix(".partial"), self.window.of_ranks()
         with failing_together():
             with disk_errors_as_user_errors(partial):
                 self.engine.save(partial)
@@ -346,9 +331,8 @@ class Loop:
                     state = {"step": step, "identity": self.identity, "windows": windows}
                     state |= {"skipped_steps": self.skipped, "name": self.name}
                     state |= {"micro_batches": self.schedule.read_by(step), "steps": self.schedule.steps}
-                    (partial / STATE).write_text(json.dumps(state, indent=2) + "\n")
                     sync_to_disk(self.metrics.path)  # a resumed run does not write earlier lines again
-                    publish_checkpoint(partial, final)
+                    publish_checkpoint(partial, state)
             if self.accelerator.is_main_process:
                 self._keep()
         return counted_by_all(windows)

@@ -11,7 +11,7 @@ BATCHES_AHEAD = 4  # micro-batches with states that are read from a store before
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of a run. A step reads the next `micro_batches_per_step` micro-batches (`train.run.batches.BatchOrder`),
+    """The steps of a run. Each reads the next `micro_batches_per_step` micro-batches (`train.run.batches.BatchOrder`),
     each rank gradient_accumulation_steps in a row. Of a run that goes by epochs the last step may be smaller.
 
     Attributes:
