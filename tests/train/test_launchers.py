@@ -185,8 +185,8 @@ def test_configs_that_train_as_the_recipe_says_are_taken() -> None:
 @pytest.mark.parametrize(
     ("config", "recipe", "named"),
     [
-        ({"bf16": {"enabled": True}}, {}, "DeepSpeed's bf16.enabled"),
-        ({"fp16": {"enabled": True}}, {}, "DeepSpeed's fp16.enabled"),
+        ({"bf16": {"enabled": True}}, {}, "DeepSpeed's bf16"),
+        ({"fp16": {"enabled": True}}, {}, "DeepSpeed's fp16"),
         ({"gradient_accumulation_steps": 1}, {}, "DeepSpeed's gradient_accumulation_steps is 1"),
         ({"gradient_clipping": 1.0}, {}, "DeepSpeed's gradient_clipping is 1.0"),
         ({"gradient_clipping": 0.5}, {"clip": "value"}, "DeepSpeed's gradient_clipping is 0.5"),

@@ -20,11 +20,6 @@ from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train.run.processes import keep_group
 
 OLDEST_DEEPSPEED = "0.19"  # tested with 0.19.8; `Engine` reads attributes of its optimisers
-ALONE_OR_COPIED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA")
-# Keys of a DeepSpeed config that the recipe decides.
-DECIDED_BY_RECIPE = (
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-)  # fmt: skip
 
 
 def deepspeed_config(section: TrainSection) -> dict[str, Any]:
@@ -50,27 +45,21 @@ def accelerator_of(section: TrainSection) -> Accelerator:
         UserError: ZeRO without DeepSpeed, a DeepSpeed config that contradicts the recipe, a way of distributing that is
             neither DDP nor ZeRO, or processes that would each train by themselves.
     """
-    handlers: list[Any] = [
-        # Buffers are constants (the vocabulary, the target's embeddings): equal on all ranks from the start.
-        DistributedDataParallelKwargs(broadcast_buffers=False)
-    ]
+    # Buffers are constants (the vocabulary, the target's embeddings): equal on all ranks from the start.
+    handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
     started = world_size()  # as the launcher set it: the environment is changed below
     by_launcher = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     plugin = None
     if section.offload_optimizer and not (section.zero_stage or by_launcher):
         raise UserError("train.offload_optimizer: only ZeRO can; set train.zero_stage to 1, 2 or 3, or leave it out")
     if section.zero_stage or by_launcher:
-        check_deepspeed(
-            "accelerate's config asks for DeepSpeed" if by_launcher else "train.zero_stage: ZeRO is DeepSpeed's"
-        )
+        check_deepspeed("accelerate's config asks for DeepSpeed" if by_launcher else "train.zero_stage needs DeepSpeed")
         if deepspeed_on_cpus():
             os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate would not take DeepSpeed
             handlers.append(InitProcessGroupKwargs(backend="gloo"))
         _join_group_of_one()
-        if by_launcher:
-            plugin = with_recipe_settings(launcher_plugin(section), section)
-        else:
-            plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(section))
+        of_launcher = with_recipe_settings(launcher_plugin(section), section) if by_launcher else None
+        plugin = of_launcher or DeepSpeedPlugin(hf_ds_config=deepspeed_config(section))
     accelerator = Accelerator(
         # Without an accelerator accelerate joins processes only if it is told to use the CPU.
         cpu=plugin is None and started > 1 and not torch.accelerator.is_available(),
@@ -87,7 +76,7 @@ def accelerator_of(section: TrainSection) -> Accelerator:
                 "accelerator: hide the accelerator (CUDA_VISIBLE_DEVICES=) instead"
             )
         unset_hf_deepspeed_config()  # else transformers shards the target, which is loaded later
-    elif kind.name not in ALONE_OR_COPIED:
+    elif not kind.name.startswith(("NO", "MULTI_")):
         raise UserError(f"accelerate's config asks for {kind.value}; drafters are trained by DDP or DeepSpeed's ZeRO")
     keep_group()
     return accelerator
@@ -127,10 +116,7 @@ def _join_group_of_one() -> None:
 
 def launcher_plugin(section: TrainSection) -> DeepSpeedPlugin:
     """The plugin that `accelerate launch` asks for by its options or config; the recipe fills in what these leave out.
-
-    Raises:
-        UserError: the launcher's DeepSpeed config cannot be read.
-    """
+    Raises UserError if its config cannot be read."""
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     # accelerate sets a variable only for what it was given. Without one its plugin takes its own default, stage 2.
     ours: dict[str, Any] = {}
@@ -149,42 +135,27 @@ def launcher_plugin(section: TrainSection) -> DeepSpeedPlugin:
 
 
 def with_recipe_settings(plugin: DeepSpeedPlugin, section: TrainSection) -> DeepSpeedPlugin:
-    """The launcher's plugin with the recipe's values written into it.
-
-    Raises:
-        UserError: its own values contradict the recipe.
-    """
-    config, problems = plugin.hf_ds_config.config, []
-    for name in ("bf16", "fp16"):
-        if config.get(name, {}).get("enabled") is True:
-            problems.append(
-                f"DeepSpeed's {name}.enabled: drafters train in float32 and multiply in train.mixed_precision; set it "
-                "to auto or leave it out"
-            )
-    if section.zero_stage and plugin.zero_stage != section.zero_stage:
-        problems.append(
-            f"train.zero_stage is {section.zero_stage}, accelerate was given {plugin.zero_stage} (--zero_stage, or its "
-            "config): leave one out"
-        )
-    if plugin.zero_stage == 0:
-        problems.append("accelerate's config asks for DeepSpeed without ZeRO (stage 0): leave DeepSpeed out of it")
-    for key in ("optimizer", "scheduler"):
-        if key in config:
-            problems.append(f"DeepSpeed's {key}: the recipe's train section decides it; leave it out")
+    """The launcher's plugin with the recipe's values written into it. Raises UserError if its own contradict them."""
+    config = plugin.hf_ds_config.config
     offloads = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
-    if section.offload_optimizer and not offloads:
-        problems.append(
-            "train.offload_optimizer is true, accelerate was given none (--offload_optimizer_device, or its config): "
-            "leave one out"
-        )
+    enabled = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True]
+    decided = [*enabled, *(name for name in ("optimizer", "scheduler") if name in config)]
+    problems = [f"DeepSpeed's {name}: the recipe's train section decides it; leave it out" for name in decided]
+    refusals = {
+        f"train.zero_stage is {section.zero_stage}, accelerate was given {plugin.zero_stage} (--zero_stage, or its "
+        "config): leave one out": section.zero_stage not in (0, plugin.zero_stage),
+        "accelerate's config asks for DeepSpeed without ZeRO (stage 0): leave DeepSpeed out": plugin.zero_stage == 0,
+        "train.offload_optimizer is true, accelerate was given none (--offload_optimizer_device, or its config): leave "
+        "one out": section.offload_optimizer and not offloads,
+    }
+    problems += [refusal for refusal, applies in refusals.items() if applies]
     rows = section.batch_size * section.gradient_accumulation_steps * world_size()
     for key, value in {"train_batch_size": rows, **deepspeed_config(section)}.items():
-        if key in DECIDED_BY_RECIPE:
-            if config.get(key, "auto") not in ("auto", value):
-                problems.append(f"DeepSpeed's {key} is {config[key]}, the recipe's is {value}: set it to auto")
-            config[key] = value
-        elif key != "zero_optimization":
-            config[key] = value
+        if key == "zero_optimization":
+            continue
+        if config.get(key, "auto") not in ("auto", value):
+            problems.append(f"DeepSpeed's {key} is {config[key]}, the recipe's is {value}: leave it out")
+        config[key] = value
     if problems:
         raise UserError(problems)
     return plugin

@@ -65,18 +65,16 @@ def read_run_vocab(recipe: Recipe, files: TargetFiles) -> DraftVocab:
     vocab = DraftVocab.load(path)
     made_with = load_metadata(path).get("tokenizer_fingerprint", fingerprint)
     wanted = recipe.drafter.vocab_size or target_vocab_size
-    problems = []
-    if vocab.target_vocab_size != target_vocab_size:
-        problems.append(f"it is for a target of {vocab.target_vocab_size} tokens, this one has {target_vocab_size}")
-    if made_with != fingerprint:
-        problems.append(
-            f"its tokenizer has fingerprint {made_with[:16]}, the target's has {fingerprint[:16]} "
-            f"(a fingerprint covers {FINGERPRINT_COVERS})"
-        )
-    if vocab.size != wanted:
-        problems.append(f"it holds {vocab.size} draft tokens, drafter.vocab_size asks for {wanted}")
-    if problems:
-        raise UserError(f"{path}: {'; '.join(problems)}; run `draftsmith rank-vocab` with this recipe")
+    differences = {
+        f"it is for a target of {vocab.target_vocab_size} tokens, this one has {target_vocab_size}": (
+            vocab.target_vocab_size != target_vocab_size
+        ),
+        f"its tokenizer has fingerprint {made_with[:16]}, the target's has {fingerprint[:16]} (a fingerprint covers "
+        f"{FINGERPRINT_COVERS})": made_with != fingerprint,
+        f"it holds {vocab.size} draft tokens, drafter.vocab_size asks for {wanted}": vocab.size != wanted,
+    }
+    if problems := "; ".join(difference for difference, applies in differences.items() if applies):
+        raise UserError(f"{path}: {problems}; run `draftsmith rank-vocab` with this recipe")
     return vocab
 
 

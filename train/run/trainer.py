@@ -45,10 +45,10 @@ from draftsmith.train.run.loop import Loop
 from draftsmith.train.run.lora import merge_lora
 from draftsmith.train.run.processes import check_ranks_agree, failing_together
 from draftsmith.train.run.run_identity import digests_of, run_identity
+from draftsmith.train.run.run_log import check_trackers
 from draftsmith.train.run.settings import trainee_of
 from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_sharded
 from draftsmith.train.run.state_sources import OnlineStates, StateSource, StoredStates, store_identity
-from draftsmith.train.run.trackers import check_trackers
 from draftsmith.train.run.validation_replay import ValidationReplay, check_best, check_replay
 
 

@@ -35,30 +35,26 @@ def check_replay(recipe: Recipe, files: TargetFiles) -> None:
     """Raises UserError if train.eval_replay has nothing to replay, or eval.tree cannot be replayed or is too large."""
     if not recipe.train.eval_replay:
         return
-    tree, problems = recipe.eval.tree, []
-    if not recipe.train.validation_conversations:
-        problems.append("train.eval_replay: replays validation conversations, but train.validation_conversations is 0")
-    if recipe.eval.proposer != "drafter":
-        problems.append(
-            f"train.eval_replay: replays the drafter, but eval.proposer is {recipe.eval.proposer}: leave one out"
-        )
-    elif tree.policy == "auto":
-        problems.append(
-            "train.eval_replay: policy auto goes by speeds, and replay has none; name a policy in eval.tree"
-        )
-    else:
+    tree, counts = recipe.eval.tree, recipe.token_counts_path
+    refusals = {
+        "there are no conversations to replay: train.validation_conversations is 0": (
+            not recipe.train.validation_conversations
+        ),
+        f"replays the drafter, but eval.proposer is {recipe.eval.proposer}: leave one out": (
+            recipe.eval.proposer != "drafter"
+        ),
+        "policy auto goes by speeds, and replay has none; name a policy in eval.tree": tree.policy == "auto",
+        "eval.tree.draw: sampled cannot be replayed: no answer records what the drafter drew; leave draw out": (
+            tree.draw == "sampled" and recipe.eval.temperature > 0
+        ),
+        f"eval.tree.vocab_size goes by {counts}, which does not exist; run `draftsmith rank-vocab` first": (
+            tree.vocab_size is not None and not counts.exists()
+        ),
+    }
+    problems = [f"train.eval_replay: {refusal}" for refusal, applies in refusals.items() if applies]
+    if tree.policy != "auto":
         with collecting_problems(problems, "train.eval_replay: "):
             check_size(tree, files.positions)
-    if tree.draw == "sampled" and recipe.eval.temperature > 0:
-        problems.append(
-            "train.eval_replay: eval.tree.draw: sampled cannot be replayed: which tokens the drafter drew beside an "
-            "answer is not recorded; leave draw out, or set train.eval_replay=0"
-        )
-    if tree.vocab_size is not None and not recipe.token_counts_path.exists():
-        problems.append(
-            f"train.eval_replay: eval.tree.vocab_size goes by {recipe.token_counts_path}, which does not exist; "
-            "run `draftsmith rank-vocab` first"
-        )
     if problems:
         raise UserError(problems)
 

@@ -1,4 +1,5 @@
-"""Experiment trackers get every line of metrics.jsonl. The trackers themselves are accelerate's.
+"""What a run logs: metrics.jsonl has one line for every logged step, exactly once, however often the run is killed.
+Experiment trackers, which are accelerate's, get the same lines.
 
     tensorboard     <output_dir>/tensorboard           tensorboard --logdir runs shows all runs side by side
     wandb, trackio  project draftsmith, a run named after output_dir
@@ -8,6 +9,7 @@ A run that is resumed after a kill continues in the same place. TensorBoard hide
 checkpoint. wandb and trackio get the same run name again, and trackio shows the repeated steps twice.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,48 @@ from typing import Any
 from accelerate import tracking
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_write
+from draftsmith.recipes.files.lines import append_line
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe
 
 PROJECT = "draftsmith"
 PACKAGES = {"comet_ml": "comet-ml"}  # pip's names, where they differ
+
+
+class MetricsLog:
+    """The file. Only rank 0 may use it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Raises UserError where the disk is full."""
+        with self.path.open("ab", buffering=0) as file:
+            append_line(file, self.path, (json.dumps(line) + "\n").encode())
+
+    def drop_after(self, step: int) -> None:
+        """Removes lines of later steps, which a killed run logged and a resumed one logs again, and damaged lines."""
+        lines = self._lines()
+        if damaged := [number for number, (_, at, _) in enumerate(lines, start=1) if at is None]:
+            print(f"{self.path}: damaged lines dropped: {len(damaged)}, the first is line {damaged[0]}")
+        kept = [line for line, at, _ in lines if at is not None and at <= step]
+        atomic_write(self.path, b"".join(line + b"\n" for line in kept))
+
+    def values(self, key: str) -> dict[int, float]:
+        """The values of this key by step, of the lines that have it."""
+        return {at: parsed[key] for _, at, parsed in self._lines() if at is not None and parsed.get(key) is not None}
+
+    def _lines(self) -> list[tuple[bytes, int | None, dict[str, Any]]]:
+        """(line, its step or None if it is damaged, its object)."""
+        found = []
+        for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
+            try:
+                parsed = json.loads(line.decode())
+                found.append((line, int(parsed["step"]), parsed))
+            except (ValueError, LookupError, TypeError, RecursionError):
+                found.append((line, None, {}))
+        return found
 
 
 def check_trackers(names: Sequence[str]) -> None:
