@@ -39,7 +39,6 @@ from draftsmith.train.run.schedule import Schedule
 from draftsmith.train.run.settings import uses_bf16
 from draftsmith.train.run.state_sources import store_identity, store_of
 
-UNKNOWN = "unknown until regenerate has run"
 # Share of a device's matrix-product rate that training reaches; the rest goes to memory traffic and launches.
 GPU_UTILISATION = 0.3
 CPU_UTILISATION = 0.5
@@ -102,36 +101,33 @@ def _read(plan: PlanLines, recipe: Recipe, files: TargetFiles, processes: int) -
 
 def _plan_steps(plan: PlanLines, run: PlannedRun, tera_flops_per_second: float | None) -> None:
     section, rows, shape = run.recipe.train, run.rows, run.shape
-    tokens = sum(len(row.input_ids) for row in rows)
-    if rows:
-        plan.line("rows", f"{len(rows):,}, {len(run.validation_rows):,} more for validation", "counted")
-        supervised = sum(end - start for row in rows for start, end in row.spans)
-        plan.line("tokens", f"{tokens:,}, {supervised:,} supervised ({supervised / tokens:.0%})", "counted")
-    else:
-        plan.line("rows, tokens", UNKNOWN)
     head = "the target's head"
     if shape.own_head:
         head = f"head of {shape.draft_vocab_size:,} tokens: {millions(shape.hidden_size * shape.draft_vocab_size)}"
     trained = f"{millions(run.parameters)} trained ({head}), {millions(run.size.parameters)} frozen in the target"
     plan.line("parameters", trained, "exact")
-    if not rows and section.max_steps is None:
-        plan.line("steps, time", UNKNOWN)
+    if not rows:
+        plan.line("steps, time", "unknown until regenerate has run")
         return
+    plan.line("rows", f"{len(rows):,}, {len(run.validation_rows):,} more for validation", "counted")
+    tokens = sum(len(row.input_ids) for row in rows)
+    supervised = sum(end - start for row in rows for start, end in row.spans)
+    plan.line("tokens", f"{tokens:,}, {supervised:,} supervised ({supervised / tokens:.0%})", "counted")
     schedule = Schedule(section, len(rows), run.processes)
     steps, per_step = schedule.steps, schedule.micro_batches_per_step * section.batch_size
-    passes = f", {steps * per_step / len(rows):.2f} passes" if rows else ""
-    plan.line("steps", f"{steps:,} of {per_step:,} rows on {plural(run.processes, 'process', 'es')}{passes}", "exact")
+    text = f"{steps:,} of {per_step:,} rows on {plural(run.processes, 'process', 'es')}"
+    plan.line("steps", f"{text}, {steps * per_step / len(rows):.2f} passes", "exact")
     if section.warmup_steps >= steps:
         plan.problems.append(
             f"train.warmup_steps {section.warmup_steps:,} is not shorter than the run of {steps:,} steps: the "
             "learning rate never reaches train.learning_rate"
         )
     done, rate = max(MetricsLog(run.recipe.metrics_path).values("tokens_per_second").items(), default=(0, 0))
-    if rows and rate:
+    if rate:
         seconds = max(0, steps - done) * per_step * tokens / len(rows) / rate
         plan.line("time", f"{duration(seconds)} for {steps - done:,} steps", f"measured: {rate:,.0f} tokens/s")
     else:
-        plan.line("time", *(_time(run, steps, tera_flops_per_second) if rows else (UNKNOWN,)))
+        plan.line("time", *_time(run, steps, tera_flops_per_second))
 
 
 def _time(run: PlannedRun, steps: int, tera_flops_per_second: float | None) -> tuple[str, str]:
@@ -160,17 +156,14 @@ def _time(run: PlannedRun, steps: int, tera_flops_per_second: float | None) -> t
 def _plan_memory(plan: PlanLines, run: PlannedRun) -> None:
     parts, section = planned_memory(run), run.recipe.train
     at_most = "the largest batch" if run.rows else "a batch of the longest possible rows"
-    shared = f", DeepSpeed's buffers by ZeRO {section.zero_stage} assumed" * bool(section.zero_stage)
-    plan_memory(plan, sum(parts.values()), f"one process with {at_most}{shared}", run.device, "dry run")
+    plan_memory(plan, sum(parts.values()), f"one process with {at_most}", run.device, "dry run")
     for name, count in sorted(parts.items(), key=lambda part: -part[1]):
         plan.line("", f"{gigabytes(count):>8}  {name}", run.size.weight_basis * (name == TARGET_WEIGHTS))
     largest = max(parts.keys() & HOW_TO_LOWER.keys(), key=parts.__getitem__)
     plan.line("", f"to lower the largest part: {HOW_TO_LOWER[largest]}")
     if section.shard_target and run.processes > 1:
-        unit = run.size.dtype.itemsize
-        sent = sum(run.size.layer_parameters) * unit * (run.processes - 1) / run.processes
-        plan.line("host memory", f"{gigabytes(run.size.parameters * unit)} in the first process, to load the target")
-        plan.line("network", f"{gigabytes(sent)} to each process in every pass of the target, not timed", "exact")
+        whole = gigabytes(run.size.parameters * run.size.dtype.itemsize)
+        plan.line("host memory", f"{whole} in the first process, to load the target")
 
 
 def _plan_disk(plan: PlanLines, run: PlannedRun) -> None:
@@ -182,7 +175,7 @@ def _plan_disk(plan: PlanLines, run: PlannedRun) -> None:
     plan.line("disk", f"{gigabytes(disk)}: {kept}, drafter {gigabytes(drafter)}; {gigabytes(free)} are free", "exact")
     if disk > free:
         plan.problems.append(
-            f"output_dir: {gigabytes(disk)} do not fit the {gigabytes(free)} that are free for {folder}"
+            f"output_dir: {gigabytes(disk)} do not fit the {gigabytes(free)} that are free at {folder}"
         )
 
 

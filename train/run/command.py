@@ -1,9 +1,7 @@
 """Train the drafter of a recipe, whatever its kind.
 
     draftsmith train recipes/demo.yaml
-    draftsmith train recipes/demo.yaml output_dir=runs/try train.max_steps=20 train.warmup_steps=2    # try it
     draftsmith train my.yaml --processes 8                # as torchrun --nproc_per_node 8 would start it
-    draftsmith train recipes/demo.yaml --plan             # what it would do
 
 Each GPU of this machine gets a process; --processes 1 uses one. The scripts `train/eagle3.py`, `train/eagle.py`,
 `train/poss.py` and `train/vispec.py` do the same under any launcher (accelerate launch, torchrun); their --help
@@ -24,7 +22,9 @@ from draftsmith.recipes.errors import UserError
 FILES = """
 Reads <output_dir>/conversations.jsonl (draftsmith regenerate) and <output_dir>/draft_vocab.safetensors (draftsmith
 rank-vocab). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. When started again, it resumes from the last
-whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill damages nothing.
+whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill damages nothing. Give the
+commands that write these files the same overrides of output_dir and drafter. For a try: output_dir=runs/try
+train.max_steps=20 train.warmup_steps=2; --plan prints what a run would take.
 """
 
 
