@@ -174,9 +174,7 @@ def _plan_disk(plan: PlanLines, run: PlannedRun) -> None:
     kept = f"{plural(checkpoints, 'checkpoint')} of {gigabytes(one)} and one being written"
     plan.line("disk", f"{gigabytes(disk)}: {kept}, drafter {gigabytes(drafter)}; {gigabytes(free)} are free", "exact")
     if disk > free:
-        plan.problems.append(
-            f"output_dir: {gigabytes(disk)} do not fit the {gigabytes(free)} that are free at {folder}"
-        )
+        plan.problems.append(f"output_dir: {gigabytes(disk)} do not fit the {gigabytes(free)} that are free there")
 
 
 def millions(count: int) -> str:
