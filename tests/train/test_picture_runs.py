@@ -139,7 +139,9 @@ def test_a_store_without_states_of_pictures_serves_no_drafter_that_reads_them(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("drafter", "stages"), [(OVER_EAGLE, (0, 3)), (OVER_EAGLE3, (1, 2))], ids=("eagle", "eagle3"))
+@pytest.mark.parametrize(
+    ("drafter", "stages"), a_few([(OVER_EAGLE, (3,)), (OVER_EAGLE3, (0, 1, 2))], (OVER_EAGLE, (3,)))
+)
 def test_two_ranks_follow_the_trajectory_of_one(
     drafter: dict[str, Any], stages: Sequence[int], home: Path, tmp_path: Path
 ) -> None:

@@ -101,7 +101,7 @@ class ShardedTarget(Target):
             _gather_while_it_runs(layer)
         self.piece_bytes = sum(weight.ds_tensor.nbytes for weight in layers.parameters())  # type: ignore[attr-defined]
         self._uneven = False
-        model.get_decoder().register_forward_pre_hook(lambda *_: self._uneven and self._any_process_has_a_pass(True))
+        model.get_decoder().register_forward_pre_hook(self._announce_pass)
         super().__init__(model, capture_layers)
 
     def sharding_text(self) -> str:
@@ -139,6 +139,10 @@ class ShardedTarget(Target):
         with torch.no_grad():
             while self._any_process_has_a_pass(False):
                 self.decoder(input_ids=token, use_cache=False)
+
+    def _announce_pass(self, *_: Any) -> None:
+        if self._uneven:
+            self._any_process_has_a_pass(True)
 
     def _any_process_has_a_pass(self, mine: bool) -> bool:
         passes = torch.tensor(int(mine), device=self.device)
