@@ -69,7 +69,7 @@ def test_a_recipe_s_losses_are_those_that_are_summed() -> None:
     settings: dict[str, Any] = {"token_loss": 0.5, "feature_loss": 0.25, "top_k_loss": 0.125}
     settings |= {"token_objective": "hybrid", "rank_loss": 0.75}
     expected = LossWeights(token=0.5, feature=0.25, top_k=0.125, objective="hybrid", rank=0.75)
-    assert trainee_of(TrainSection(**settings), torch.nn.Module()).weights == expected
+    assert trainee_of(TrainSection(**settings), torch.nn.Module()).weights == expected  # type: ignore[arg-type]
 
 
 def test_losses_from_a_cold_start() -> None:

@@ -27,9 +27,9 @@ from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS, Tally
 from draftsmith.train.run import inputs
+from draftsmith.train.run.checkpoints import run_identity
 from draftsmith.train.run.engine import Engine
 from draftsmith.train.run.loop import Loop
-from draftsmith.train.run.run_identity import run_identity
 from draftsmith.train.run.schedule import Schedule
 from tests.conftest import CHAT_TEMPLATE, files_of, make_target, make_tokenizer
 from tests.training_runs import done_path as done_path

@@ -136,7 +136,8 @@ class TrainingTimeTest(nn.Module):
         kernel: Kernel | None = None,
     ):
         super().__init__()
-        self.drafter, self.steps, self.step_weight = drafter, steps, step_weight
+        self.drafter, self.steps = drafter, steps
+        self.step_weight: StepWeight = step_weight
         self.weights, self.kernel = weights or LossWeights(), kernel
         self.gradient_checkpointing, self.detach = gradient_checkpointing, detach
         self.logits_at_once: int | None = None  # of a chunk in the head's pass; None: by device

@@ -11,7 +11,6 @@ from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, load_metadata
-from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.held_out import validation_rank
@@ -60,7 +59,6 @@ def read_rows(recipe: Recipe, files: TargetFiles, rejects: Rejects) -> tuple[lis
 
 def read_run_vocab(recipe: Recipe, files: TargetFiles) -> DraftVocab:
     """Raises UserError if it is missing, or made for another target, tokenizer or drafter.vocab_size."""
-    require_files(made_by("rank-vocab", recipe))
     path, fingerprint, target_vocab_size = recipe.draft_vocab_path, files.fingerprint, files.text_config.vocab_size
     vocab = DraftVocab.load(path)
     made_with = load_metadata(path).get("tokenizer_fingerprint", fingerprint)

@@ -62,7 +62,7 @@ class Loop:
     """One run of training. It writes to the recipe's checkpoints, metrics.jsonl, profile and trackers only.
 
     Attributes:
-        identity: what a resumed run must share (`train.run.run_identity`).
+        identity: what a resumed run must share (`train.run.checkpoints.run_identity`).
         replay: answers along which acceptance is measured at every checkpoint; None: it is not.
         peak_tokens_per_second: of one device at its peak, for the model FLOPs utilisation (MFU); None: no MFU.
         profile_steps: first steps to trace; None: none.

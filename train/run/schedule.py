@@ -82,7 +82,7 @@ class Schedule:
             return None
         before = replace(self, section=self.section.model_copy(update={"max_steps": steps}))
         return (
-            f"note: the run was to have {steps:,} steps and has {self.steps:,} now. From step {step + 1:,} on, its "
-            f"learning rate is that of a {self.section.schedule} decay over {self.steps:,} steps: "
-            f"{self.learning_rate(step):.2g}, after {before.learning_rate(step - 1):.2g} in step {step:,}"
+            f"note: the run was to have {steps:,} steps. From step {step + 1:,} on, its learning rate is that of a "
+            f"decay over {self.steps:,} steps: {self.learning_rate(step):.2g}, after "
+            f"{before.learning_rate(step - 1):.2g} in step {step:,}"
         )
