@@ -4,6 +4,7 @@
     python train/eagle3.py recipes/demo.yaml output_dir=runs/eagle3 drafter.fc_norm=false \\
         drafter.norm_output=false                                       # as first published, without 3.1's norms
     python train/eagle3.py recipes/demo.yaml data.states=runs/demo/states               # from data_gen/capture.py
+    python train/eagle3.py recipes/demo.yaml --plan                                 # what it would do
 """
 
 from draftsmith.recipes.command.cli import run

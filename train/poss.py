@@ -7,6 +7,7 @@
         drafter.vocab_size=768                                                          # over EAGLE-3's features
     accelerate launch train/poss.py recipes/demo-poss.yaml output_dir=runs/poss-from \\
         drafter.init_from=runs/demo-eagle/drafter                                       # all from one trained layer
+    python train/poss.py recipes/demo-poss.yaml --plan                              # what it would do
 
 Specialists extend EAGLE-1's drafter, trained like HASS (the published form), or EAGLE-3's.
 """
