@@ -32,10 +32,9 @@ from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
-from draftsmith.train.measure import memory as peak_memory
+from draftsmith.train.measure import dry_run as measuring
 from draftsmith.train.measure import plan as planning
-from draftsmith.train.measure.dry_run import CPU_FLASH_FLOPS, DryRun, dry_run, row_flops
-from draftsmith.train.measure.memory import PlannedRun, planned_memory
+from draftsmith.train.measure.dry_run import CPU_FLASH_FLOPS, DryRun, PlannedRun, dry_run, planned_memory, row_flops
 from tests.conftest import make_target, make_tokenizer
 from tests.training_runs import metrics, run_main, to_train, train, write_conversations
 from tests.training_runs import no_dry_run as no_dry_run
@@ -195,12 +194,12 @@ def test_adamw_needs_one_more_copy_of_the_weights_on_a_gpu_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the optimiser's update is the widest moment: here nothing else takes memory."""
-    monkeypatch.setattr(peak_memory, "dry_run", lambda *_, **__: DryRun({}, 0))
+    monkeypatch.setattr(measuring, "dry_run", lambda *_, **__: DryRun({}, 0))
     recipe = load_recipe(recipe_file(tmp_path), [f"data.states={tmp_path}"])
     files = TargetFiles(recipe.target)
     run = PlannedRun(recipe, files, SHAPE, files.size, [], [], Device("CPU", 10**12, True))
     there = replace(run, device=Device("GPU", 10**12, is_cpu=False))
-    here, elsewhere = (planned_memory(each)[peak_memory.UPDATE] for each in (run, there))
+    here, elsewhere = (planned_memory(each)[measuring.UPDATE] for each in (run, there))
     assert (here, elsewhere) == (4 * run.parameters, 8 * run.parameters)
 
 

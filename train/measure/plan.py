@@ -28,8 +28,7 @@ from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.errors import collecting_problems
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.measure.dry_run import row_flops
-from draftsmith.train.measure.memory import HOW_TO_LOWER, TARGET_WEIGHTS, PlannedRun, planned_memory
+from draftsmith.train.measure.dry_run import HOW_TO_LOWER, TARGET_WEIGHTS, PlannedRun, planned_memory, row_flops
 from draftsmith.train.run.batches import BatchOrder, computed_tokens
 from draftsmith.train.run.checkpoints import damage, digests_of, list_checkpoints, read_state, run_identity
 from draftsmith.train.run.inputs import check_start_of_recipe, read_rows, read_run_vocab
