@@ -82,10 +82,7 @@ def counted_by_all(of_ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 class ThroughputMeter:
     """Measures speed, waiting and memory between two lines. It is started with the first step and after every reading.
-
-    Args:
-        peak_tokens_per_second: at the peak rate of the devices of all processes together; None: no mfu.
-    """
+    `peak_tokens_per_second` is that of all processes' devices together; None: no mfu."""
 
     def __init__(self, device: torch.device, peak_tokens_per_second: float | None = None):
         self.device, self.peak_tokens_per_second = device, peak_tokens_per_second

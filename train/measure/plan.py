@@ -43,11 +43,8 @@ CPU_UTILISATION = 0.5
 
 
 def print_plan(recipe: Recipe, files: TargetFiles, tera_flops_per_second: float | None, processes: int) -> None:
-    """Plans from the files that are there. Rank 0 prints. Raises UserError with everything that cannot work.
-
-    Args:
-        tera_flops_per_second: that one device reaches; None: assumed.
-    """
+    """Rank 0 plans from the files that are there. Raises UserError with everything that cannot work.
+    `tera_flops_per_second` is what one device reaches; None: assumed."""
     if rank() > 0:
         return
     with PlanLines() as plan:

@@ -39,8 +39,6 @@ def deepspeed_config(section: TrainSection) -> dict[str, Any]:
 def accelerator_of(section: TrainSection) -> Accelerator:
     """The processes of this run: those that a launcher started, or this one.
 
-    ZeRO's stage is the recipe's (`train.zero_stage`), or the one that `accelerate launch` was given.
-
     Raises:
         UserError: ZeRO without DeepSpeed, a DeepSpeed config that contradicts the recipe, a way of distributing that is
             neither DDP nor ZeRO, or processes that would each train by themselves.

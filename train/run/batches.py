@@ -58,11 +58,8 @@ class MicroBatch:
         return Documents(self.position, self.places) if any(start for _, start, _ in self.places) else None
 
     def lay_out(self, per_row: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Lays out values like the ids: [B, T, ...], with zeros in padding.
-
-        Args:
-            per_row: [at least its tokens, ...] for each training row in the order of `rows`.
-        """
+        """Lays out values [tokens or more, ...] of each training row, in the order of `rows`, as the ids are: [B, T, ...]
+        with zeros in padding."""
         like = per_row[0]
         laid_out = torch.zeros(*self.ids.shape, *like.shape[1:], dtype=like.dtype, device=like.device)
         for (row, start, tokens), values in zip(self.places, per_row, strict=True):
@@ -105,11 +102,8 @@ def collate(rows: Sequence[TrainingRow], packed: bool = False, indices: Sequence
 def collate_as(
     rows: Sequence[TrainingRow], layout: Sequence[Sequence[int]], indices: Sequence[int] | None = None
 ) -> MicroBatch:
-    """Lays training rows out by `layout`: for each row of the batch, places in `rows`, left to right.
-
-    Args:
-        indices: the indices of these rows, for `MicroBatch.rows`; None: 0, 1, 2, ...
-    """
+    """Lays training rows out by `layout`: for each row of the batch, places in `rows`, left to right. `indices` are
+    the rows' own, for `MicroBatch.rows`; None: 0, 1, 2, ..."""
     lengths = [[length_of(rows[i]) for i in line] for line in layout]
     shape = len(layout), max(map(sum, lengths))
     ids, span, position = (torch.zeros(shape, dtype=torch.long) for _ in range(3))

@@ -56,11 +56,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def best_of(directory: Path, values: Mapping[int, float]) -> tuple[Path, float] | None:
-    """The whole checkpoint with the highest value, and that value; of equal ones the last. Damaged ones are named.
-
-    Args:
-        values: by step.
-    """
+    """The whole checkpoint with the highest of `values` by step, and that value; of equal ones the last. Damaged ones
+    are named."""
     measured = [path for path in list_checkpoints(directory) if step_of(path) in values]
     for checkpoint in sorted(measured, key=lambda path: (values[step_of(path)], step_of(path)), reverse=True):
         if (problem := damage(checkpoint)) is None:
@@ -146,14 +143,11 @@ def settle(directory: Path) -> None:
 
 
 def read_state(checkpoint: Path, identity: Mapping[str, Any], unknown: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The checkpoint's trainer_state.json.
+    """The checkpoint's trainer_state.json. Raises UserError if another run wrote it, or this process does not see it.
 
     Args:
-        identity: of the run that is to be resumed from it, of `run_identity`.
+        identity: of the run that is to be resumed from it (`run_identity`).
         unknown: beginnings of its keys that are not known yet.
-
-    Raises:
-        UserError: another run wrote it, or this process does not see it.
     """
     if not checkpoint.exists():
         raise UserError(f"{checkpoint}: rank 0 sees it, another process does not: all must see one output_dir")

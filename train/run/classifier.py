@@ -77,13 +77,7 @@ def train_classifier(
     section: ClassifierSection, trees: Trees, start: C2tClassifier | None
 ) -> tuple[C2tClassifier, list[dict[str, Any]], dict[str, Any]]:
     """(the classifier after its best epoch, a line of metrics for each epoch, the best epoch's). Prints the progress.
-
-    Args:
-        start: the classifier to calibrate; None: random weights.
-
-    Raises:
-        UserError: as `split`; or the loss diverges.
-    """
+    Raises UserError as `split`, or if the loss diverges. `start` is to be calibrated; None: random weights."""
     train_on, kept_out = split(trees, section)
     hidden = section.hidden if start is None else start.config.hidden
     with torch.random.fork_rng():

@@ -102,11 +102,8 @@ class Engine:
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.bf16)
 
     def accumulating(self, last: bool) -> Any:
-        """For the forward and backward pass of one micro-batch.
-
-        Args:
-            last: whether it is the last one of this optimiser step, after which ranks add their gradients up.
-        """
+        """For the forward and backward pass of one micro-batch. After the `last` one of an optimiser step ranks add
+        their gradients up."""
         if self.zero:
             self.trainee.set_gradient_accumulation_boundary(last)
             return nullcontext()

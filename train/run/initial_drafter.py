@@ -20,11 +20,8 @@ from draftsmith.train.run.lora import add_lora
 def new_drafter(
     section: DrafterSection, shape: DrafterConfig, vocab: DraftVocab, target: Target, identity: dict[str, Any]
 ) -> Drafter:
-    """A drafter with the weights that training starts from, on the CPU. `identity` is the target's.
-
-    Raises:
-        UserError: as `check_start` and `add_lora`.
-    """
+    """A drafter with the weights that training starts from, on the CPU. Raises UserError as `check_start` and
+    `add_lora`."""
     drafter = build_drafter(shape, vocab, target.frozen_head)
     if section.init_head != "random" and isinstance(drafter, Eagle3Drafter):
         with torch.no_grad():

@@ -205,11 +205,8 @@ class Loop:
         return [f"{self.section.seed}/{number // self.order.batches_per_epoch}/{row}" for row in rows]
 
     def _report_skipped(self, step: int, numbers: Sequence[int], chosen: Sequence[Sequence[int]]) -> None:
-        """Names the rows that made a step's gradient not finite; all ranks call it.
-
-        Raises:
-            UserError: training has diverged, or more than train.max_skipped_steps steps were skipped.
-        """
+        """Names the rows that made a step's gradient not finite; all ranks call it. Raises UserError if training has
+        diverged, or more than train.max_skipped_steps steps were skipped."""
         with self.engine.whole() as trainee, self.target.uneven_passes():
             found = [
                 (self.rows[row].id, self._problem_of(trainee, row, self._draws(number, [row])))
@@ -275,10 +272,8 @@ class Loop:
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """Loss, accuracy per step and simulated tau on the validation rows, which the ranks share.
-
-        Names and leaves out rows with a loss that is not finite; `left_out`, if there, counts them.
-        """
+        """Loss, accuracy per step and simulated tau on the validation rows, which the ranks share. Names and leaves out
+        rows with a loss that is not finite; `left_out`, if there, counts them."""
         tally, left_out = Tally.empty(self.unroll_steps, self.accelerator.device), []
         size, rows = self.section.batch_size, range(len(self.validation_rows))
         mine = [rows[i : i + size] for i in rows[self.accelerator.process_index * size :: size * self.schedule.ranks]]

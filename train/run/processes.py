@@ -82,11 +82,7 @@ def failing_together() -> Iterator[None]:
 
 
 def check_ranks_agree(here: dict[str, Any]) -> None:
-    """Checks that all ranks have the same values. Each rank reads recipe and data by itself, so they may differ.
-
-    Raises:
-        UserError: they differ. With several processes: SystemExit, after the message.
-    """
+    """Ends the run as `failing_together` if ranks, which read recipe and data by themselves, have different values."""
     by_rank = gather_object([here])
     with failing_together():
         for rank, there in enumerate(by_rank):

@@ -84,11 +84,7 @@ class Trackers:
         self._running: list[tracking.GeneralTracker] = []
 
     def start(self, first: int, run: str) -> None:
-        """
-        Args:
-            first: number of steps done. TensorBoard hides later steps that an earlier process logged.
-            run: names the run, in all its processes.
-        """
+        """`first` steps were done: TensorBoard hides later ones that an earlier process of this run logged."""
         output = Path(self.recipe.output_dir)
         for name in dict.fromkeys(self.recipe.train.trackers):
             kind = tracking.LOGGER_TYPE_TO_CLASS[name]

@@ -24,11 +24,7 @@ from draftsmith.train.run.accelerator import check_deepspeed, deepspeed_on_cpus
 
 
 def check_sharding(recipe: Recipe, files: TargetFiles) -> None:
-    """Checks train.shard_target before any weights are loaded.
-
-    Raises:
-        UserError: the target is not loaded or quantised, its precision is unsuitable, or DeepSpeed is missing.
-    """
+    """Raises UserError if the target of train.shard_target cannot be sharded, or DeepSpeed is missing."""
     if not recipe.train.shard_target:
         return
     target, config = recipe.target, files.config

@@ -47,11 +47,8 @@ class StateSource(ABC):
 
     @abstractmethod
     def of(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(captured [B, T, F], last [B, T, H]). `last` may be zero for tokens that teach no column.
-
-        Raises:
-            UserError: a store's shard is damaged.
-        """
+        """(captured [B, T, F], last [B, T, H]). `last` may be zero for tokens that teach no column. Raises UserError if
+        a store's shard is damaged."""
 
     def ordered(self, order: BatchOrder) -> BatchOrder:
         """`order`, or another order in which this source is faster to read."""
@@ -142,11 +139,8 @@ class StoredStates(StateSource):
         return batch.lay_out([captured for captured, _ in decoded]), batch.lay_out([last for _, last in decoded])
 
     def captured(self, read: Sequence[tuple[TrainingRow, int]]) -> torch.Tensor:
-        """Captured states [P, F] of the first tokens of rows, one row after another. A row may occur several times.
-
-        Args:
-            read: (row, number of its tokens). Rows read ahead for coming micro-batches are not touched.
-        """
+        """Captured states [P, F] of rows' first tokens, one row after another, from (row, number of its tokens). A row
+        may occur several times. Rows read ahead for coming micro-batches are not touched."""
         begun = {id(row): self.reader.submit(self._read, row) for row in {id(row): row for row, _ in read}.values()}
         return torch.cat([self._captured(row, begun[id(row)].result(), tokens).flatten(1) for row, tokens in read])
 
@@ -179,14 +173,8 @@ class StoredStates(StateSource):
 
 
 def store_of(recipe: Recipe, files: TargetFiles, layers: Sequence[int], rows: Sequence[TrainingRow]) -> Store | None:
-    """The store that the recipe names, checked; None where it names none.
-
-    Args:
-        rows: training and validation rows; the store may hold others.
-
-    Raises:
-        UserError: the store is missing, damaged, or made for another target, tokenizer, dtype, or other layers or rows.
-    """
+    """The store that the recipe names; None where it names none. Raises UserError if it is missing, damaged, or made
+    for another target, tokenizer, dtype, or other layers or rows."""
     if recipe.data.states is None:
         return None
     store = Store(recipe.states_dir)

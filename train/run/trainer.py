@@ -82,11 +82,8 @@ def main(command: Command) -> bool:
 
 
 def build(recipe: Recipe, files: TargetFiles, profile_steps: int | None) -> Loop:
-    """Reads the recipe's inputs and loads the target. All ranks call it; rank 0 prints.
-
-    Raises:
-        UserError: something is missing or does not fit the recipe, or the ranks do not read the same.
-    """
+    """Reads the recipe's inputs and loads the target, on all ranks. Raises UserError if something is missing or does
+    not fit the recipe, or if the ranks do not read the same."""
     inputs = read_inputs(recipe, files)
     rows, validation_rows = inputs.rows, inputs.validation_rows
     _ = files.stop_ids  # raises for a target without one
