@@ -58,8 +58,8 @@ class MicroBatch:
         return Documents(self.position, self.places) if any(start for _, start, _ in self.places) else None
 
     def lay_out(self, per_row: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Lays out values [tokens or more, ...] of each training row, in the order of `rows`, as the ids are: [B, T, ...]
-        with zeros in padding."""
+        """Lays out values [tokens or more, ...] of each training row, in the order of `rows`, as the ids are:
+        [B, T, ...], with zeros in padding."""
         like = per_row[0]
         laid_out = torch.zeros(*self.ids.shape, *like.shape[1:], dtype=like.dtype, device=like.device)
         for (row, start, tokens), values in zip(self.places, per_row, strict=True):
