@@ -18,13 +18,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
 from draftsmith.models.vocab import DraftVocab
 from tests.ranks import run_ranks
 from tests.thinning import a_few
-from tests.training_runs import TRAINED_BY, metrics, run_main, write_conversations
+from tests.training_runs import SIX_STEPS, TRAINED_BY, metrics, run_main, write_conversations, write_recipe
 
 # Without keep_group this hangs before the thirtieth time, mostly before the tenth, where two ranks share a core.
 PARTING = """
@@ -56,12 +55,11 @@ def test_processes_part_a_hundred_times(tmp_path: Path) -> None:
     assert run_ranks(2, str(script), [str(tmp_path)], timeout=120).count("parted") == 2
 
 
-# Name: (script, drafter, train). Together: both heads, several stacks, noise, clipping by norm and by value.
-RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "eagle3": ("train/eagle3.py", {"vocab_size": 160, "num_layers": 2}, {}),
-    "hass": ("train/eagle.py", {"kind": "eagle"}, {"top_k_loss": 1.0, "clip": "value", "max_grad_norm": 0.01}),
+# Name: (drafter, train). Together: both heads, several stacks, noise, clipping by norm and by value.
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "eagle3": ({"kind": "eagle3", "vocab_size": 160, "num_layers": 2}, {}),
+    "hass": ({"kind": "eagle"}, {"top_k_loss": 1.0, "clip": "value", "max_grad_norm": 0.01}),
     "poss": (
-        "train/poss.py",
         {"kind": "poss", "base": "eagle3", "positions_per_specialist": 1, "specialists": 3, "vocab_size": 160},
         {"feature_noise": 0.1},
     ),
@@ -81,33 +79,23 @@ class Place:
         self, name: str, label: str, processes: int, *overrides: str, launcher: Sequence[str] | None = None
     ) -> Path:
         """Four micro-batches a step, however many processes there are: one alone runs in this process."""
-        script, drafter, settings = RUNS[name]
+        drafter, settings = RUNS[name]
         output = self.folder / f"{name}-{label}"
         write_conversations(output / "conversations.jsonl", 23)  # an odd number: the last batch of an epoch is smaller
         if self.poison is not None:
             only_c5_answers_with(self.poison, output / "conversations.jsonl")
         vocab = DraftVocab(torch.arange(0, 320, 320 // drafter.get("vocab_size", 320)), 320)
         vocab.save(output / "draft_vocab.safetensors")
-        shared = {
-            "max_steps": STEPS, "batch_size": 2, "learning_rate": 0.003, "ttt_steps": 3, "save_every_steps": 3,
-            "log_every_steps": 1, "validate_every_steps": 3, "validation_conversations": 4, "eval_replay": 3,
-            "mixed_precision": "no", "gradient_accumulation_steps": MICRO_BATCHES // processes,
-        }  # fmt: skip
-        recipe = {
-            "output_dir": str(output),
-            "target": {"model": str(self.target), "dtype": "float32", "device": "cpu"},
-            "drafter": drafter,
-            "train": shared | settings,
-            "eval": {"tree": {"policy": "chain", "nodes": 4}},
-        }
-        path = self.folder / f"{name}-{label}.yaml"
-        path.write_text(yaml.safe_dump(recipe))
+        own = {"batch_size": 2, "eval_replay": 3, "gradient_accumulation_steps": MICRO_BATCHES // processes}
+        sections = {"drafter": drafter, "train": SIX_STEPS | own | settings}
+        sections["eval"] = {"tree": {"policy": "chain", "nodes": 4}}
+        path = write_recipe(output, self.target, output_dir=str(output), **sections)
         if processes == 1 and not any(re.match(r"train\.zero_stage=[123]", each) for each in overrides):
             with contextlib.redirect_stdout(io.StringIO()) as said:
-                run_main(TRAINED_BY[drafter.get("kind", "eagle3")], path, *overrides)
+                run_main(TRAINED_BY[drafter["kind"]], path, *overrides)
             self.said = said.getvalue()
         else:
-            self.said = run_ranks(processes, script, [str(path), *overrides], launcher=launcher)
+            self.said = run_ranks(processes, f"train/{drafter['kind']}.py", [str(path), *overrides], launcher=launcher)
         return output
 
 
