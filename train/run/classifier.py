@@ -85,10 +85,8 @@ def train_classifier(
         classifier = C2tClassifier(C2tConfig(hidden=hidden, drafter=trees.about["drafter"]))
     if start is not None:
         classifier.load_state_dict(start.state_dict())
-    # With a higher rate Adam itself overflows, with another error; training diverges in any case.
-    optimizer = torch.optim.Adam(classifier.parameters(), lr=min(rate_of(section), 1e30))
+    optimizer = torch.optim.Adam(classifier.parameters(), lr=rate_of(section))
     features, accepted = train_on.features, train_on.accepted
-    print("epoch  rows       train loss  validation loss  recall  positive rate  precision")
     metrics: list[dict[str, Any]] = []
     weights: list[dict[str, torch.Tensor]] = []  # after each epoch
     for epoch in range(1, section.epochs + 1):
@@ -101,13 +99,9 @@ def train_classifier(
             loss_sum, rows = loss_sum + float(losses.detach()) * len(at), rows + len(at)
         line = {"epoch": epoch, "rows": rows, "train_loss": loss_sum / rows, **validate(classifier, kept_out)}
         if not math.isfinite(line["train_loss"] + line["validation_loss"]):
-            raise UserError(
-                f"the loss is not finite after epoch {epoch}; lower classifier.learning_rate ({rate_of(section):g})"
-            )
-        print(
-            f"{epoch:>5}  {rows:>9,}  {line['train_loss']:>10.4f}  {line['validation_loss']:>15.4f}  "
-            f"{line['recall']:>6.4f}  {line['positive_rate']:>13.4f}  {line['precision']:>9.4f}"
-        )
+            raise UserError(f"the loss is not finite after epoch {epoch}; lower classifier.learning_rate")
+        measured = ", ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in [*line.items()][2:])
+        print(f"epoch {epoch:>3}: {rows:,} rows, {measured}")
         metrics.append(line)
         weights.append({name: tensor.clone() for name, tensor in classifier.state_dict().items()})
     best = max(metrics, key=lambda line: (line["recall"], -line["positive_rate"]))

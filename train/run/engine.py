@@ -81,14 +81,11 @@ class Engine:
         """Shrinks DeepSpeed's buckets, which are made for models of billions, to the number of parameters."""
         plugin: Any = self.accelerator.state.deepspeed_plugin
         zero = plugin.deepspeed_config["zero_optimization"]
-        sizes = {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
-        if self.zero == 3:
-            sizes = {"reduce_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 50_000_000}
-            if zero.get("stage3_param_persistence_threshold") == "auto":
-                zero["stage3_param_persistence_threshold"] = 100_000
-        for key, usual in sizes.items():
+        usual = {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
+        usual |= {"stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000}
+        for key, size in usual.items():
             if zero.get(key, "auto") == "auto":
-                zero[key] = min(usual, count)
+                zero[key] = min(size, count)
 
     @property
     def _parameters(self) -> dict[str, torch.nn.Parameter]:

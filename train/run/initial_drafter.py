@@ -47,12 +47,8 @@ def check_start(
     identity: dict[str, Any],
     unknown: Sequence[str] = (),
 ) -> DrafterConfig:
-    """The shape of the drafter in `directory`, checked: a drafter of `shape` can start from its weights.
-
-    Args:
-        vocab: None: not known yet.
-        identity: the target's, as far as it is known.
-        unknown: fields of `shape` that are not known yet.
+    """The shape of the drafter in `directory`, checked: a drafter of `shape` can start from its weights. `vocab`, parts
+    of the target's `identity`, and the `unknown` fields of `shape` may not be known yet.
 
     Raises:
         UserError: the drafter is missing, or differs in target, kind, shape or draft vocabulary.
@@ -68,18 +64,11 @@ def check_start(
         wants = {key: value for key, value in wants.items() if key in has}
     else:
         also = f", which may also start from a single {shape.base}" * (shape.base is not None)
-        raise UserError(
-            f"drafter.init_from: {directory} is a drafter of kind {kind_text(given)}, the recipe asks for "
-            f"{kind_text(shape)}{also}"
-        )
-    if different := [
-        f"{key} is {has.get(key)!r} there, {value!r} here"
-        for key, value in wants.items()
-        if key not in unknown and has.get(key) != value
-    ]:
-        raise UserError(
-            f"drafter.init_from: {directory} has another shape: {'; '.join(different)}; ask for the same shape"
-        )
+        kinds = f"is a drafter of kind {kind_text(given)}, the recipe asks for {kind_text(shape)}"
+        raise UserError(f"drafter.init_from: {directory} {kinds}{also}")
+    different = [key for key in wants if key not in unknown and has.get(key) != wants[key]]
+    if told := "; ".join(f"{key} is {has.get(key)!r} there, {wants[key]!r} here" for key in different):
+        raise UserError(f"drafter.init_from: {directory} has another shape: {told}; ask for the same shape")
     if vocab is not None and not its_vocab.same_as(vocab.to(its_vocab.target_ids.device)):
         raise UserError(
             f"drafter.init_from: {directory} has another draft vocabulary than draft_vocab.safetensors of this run; "
