@@ -15,9 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.train import eagle, eagle3, poss, vispec
-from draftsmith.train.measure import memory as peak_memory
-from draftsmith.train.measure import plan
-from draftsmith.train.measure.dry_run import LAYER, DryRun
+from draftsmith.train.measure import dry_run, plan
 from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS
 
 ROOT = Path(__file__).parent.parent
@@ -63,7 +61,7 @@ SIX_STEPS = {
 @pytest.fixture
 def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of words: the dry run takes a second or two."""
-    monkeypatch.setattr(peak_memory, "dry_run", lambda *_, **__: DryRun({LAYER: 10_000_000}, 10**9))
+    monkeypatch.setattr(dry_run, "dry_run", lambda *_, **__: dry_run.DryRun({dry_run.LAYER: 10_000_000}, 10**9))
     monkeypatch.setattr(plan, "row_flops", lambda *_: 10**9)
 
 

@@ -3,10 +3,7 @@
     accelerate launch train/eagle.py recipes/demo-eagle.yaml
     accelerate launch train/eagle.py recipes/demo-eagle.yaml output_dir=runs/demo-hass train.ttt_steps=4 \\
         train.top_k_loss=1                                                              # HASS: several steps
-    python train/eagle.py recipes/demo-eagle.yaml output_dir=runs/try train.max_steps=20 train.warmup_steps=2  # try it
-    python train/eagle.py recipes/demo-eagle.yaml --plan                                # what it would do
-
-Give data_gen/rank_vocab.py the same output_dir.
+    python train/eagle.py recipes/demo-eagle.yaml --plan                            # what it would do
 
 One step (train.ttt_steps=1) trains the drafter that EAGLE-1 and EAGLE-2 share: smooth L1 on the feature and a tenth of
 the cross-entropy. More steps train HASS: the drafter reads its own features without gradient, and top_k_loss adds

@@ -7,10 +7,7 @@
         drafter.vocab_size=768                                                          # over EAGLE-3's features
     accelerate launch train/poss.py recipes/demo-poss.yaml output_dir=runs/poss-from \\
         drafter.init_from=runs/demo-eagle/drafter                                       # all from one trained layer
-    python train/poss.py recipes/demo-poss.yaml output_dir=runs/try train.max_steps=20 train.warmup_steps=2  # try it
-    python train/poss.py recipes/demo-poss.yaml --plan                                  # what it would do
-
-Give data_gen/rank_vocab.py the same output_dir, drafter.base and drafter.vocab_size.
+    python train/poss.py recipes/demo-poss.yaml --plan                              # what it would do
 
 Specialists extend EAGLE-1's drafter, trained like HASS (the published form), or EAGLE-3's.
 """

@@ -8,10 +8,9 @@
     accelerate launch train/vispec.py my.yaml output_dir=runs/blind drafter.compressed_tokens=0 \\
         drafter.global_vector=false                                                   # baseline: sees no picture
     accelerate launch train/eagle.py my.yaml output_dir=runs/all drafter='{kind: eagle}' # baseline: all tokens
-    python train/vispec.py recipes/demo-vision.yaml --plan                              # what it would do
+    python train/vispec.py recipes/demo-vision.yaml --plan                          # what it would do
 
-Give data_gen/rank_vocab.py the same output_dir and drafter. docs/pictures.md explains how prompts and answers with
-pictures are made (draftsmith reprompt, draftsmith regenerate); docs/methods.md describes this drafter.
+docs/pictures.md explains how prompts and answers with pictures are made, docs/methods.md this drafter.
 """
 
 from draftsmith.recipes.command.cli import run

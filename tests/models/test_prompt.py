@@ -23,7 +23,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.train.loss.unroll import UnrollSums, teacher_of
 from draftsmith.train.run.batches import collate, collate_as
-from draftsmith.train.run.run_identity import rows_digest
+from draftsmith.train.run.checkpoints import rows_digest
 from draftsmith.train.run.state_sources import OnlineStates
 from tests.conftest import make_target
 from tests.decoding import decode, decode_batch

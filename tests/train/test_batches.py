@@ -19,7 +19,6 @@ from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.alignment import Documents, columns_of
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
-from draftsmith.train.loss.unroll import add_noise
 from draftsmith.train.run.batches import collate, collate_as
 from tests.conftest import make_target
 from tests.models.test_targets import FAMILIES, WINDOW, assert_close, some_tokens, target_of
@@ -100,8 +99,6 @@ def test_lay_out_puts_everything_where_the_ids_are() -> None:
     wide = [torch.stack((each, -each), dim=-1).double() for each in ids]
     assert batch.lay_out(wide).dtype == torch.float64
     assert torch.equal(batch.lay_out(wide), torch.stack((batch.ids, -batch.ids), dim=-1).double())
-    with pytest.raises(ValueError, match=f"a training row of {batch.lengths[0]} tokens brings {batch.lengths[0] - 1}"):
-        batch.lay_out([ids[0][: batch.lengths[0] - 1], *ids[1:]])
 
 
 def test_columns_of_a_layout_are_those_of_each_document_alone() -> None:
@@ -133,17 +130,6 @@ def test_columns_of_a_layout_are_those_of_each_document_alone() -> None:
     assert touching > 10  # documents that end with a span, before ones that begin with one
 
 
-def test_noise_does_not_depend_on_the_layout() -> None:
-    rows = some_rows(5, 2)
-    clean = [torch.randn(length_of(row), 6) for row in rows]
-    alone = [add_noise(states[None], 0.2, [len(states)], [f"0/0/{i}"])[0] for i, states in enumerate(clean)]
-    for layout in ([[0], [1], [2], [3], [4]], [[2, 0, 4, 1, 3]], [[3, 1], [0], [4, 2]]):
-        batch = collate_as(rows, layout)
-        draws = [f"0/0/{i}" for i in batch.rows]
-        noisy = add_noise(batch.lay_out([clean[i] for i in batch.rows]), 0.2, batch.lengths, draws, batch.documents)
-        assert torch.equal(noisy, batch.lay_out([alone[i] for i in batch.rows]))
-
-
 # The target over documents that share rows.
 
 LENGTHS = [30, 7, 19, 2, 26]  # of a window of 12 some are far beyond, some within
@@ -151,10 +137,6 @@ LENGTHS = [30, 7, 19, 2, 26]  # of a window of 12 some are far beyond, some with
 
 def documents_of(seed: int = 0) -> list[TrainingRow]:
     return [TrainingRow("a", some_tokens(n, seed + i), [(1, n)]) for i, n in enumerate(LENGTHS)]
-
-
-def has_config(module: Any) -> bool:
-    return hasattr(module, "config") and hasattr(module.config, "_attn_implementation")
 
 
 @pytest.mark.parametrize(
@@ -175,32 +157,30 @@ def test_every_family_reads_packed_documents_as_it_reads_them_alone(name: str, w
     alone = [target.states(torch.tensor([row.input_ids])) for row in rows]
     for layout in ([[0, 1, 2, 3, 4]], [[3, 0], [4], [2, 1]]):
         batch = collate_as(rows, layout)
-        assert batch.documents is not None
         states = target.states(batch.ids, documents=batch.documents)
         real = batch.lay_out([torch.ones(n, 1) for n in batch.lengths])
-        for found, each in (
-            (states.captured, [s.captured[0] for s in alone]),
-            (states.last, [s.last[0] for s in alone]),
-        ):
+        of_each = [s.captured[0] for s in alone], [s.last[0] for s in alone]
+        for found, each in zip((states.captured, states.last), of_each, strict=True):
             assert torch.isfinite(found).all()
             assert_close(found * real, batch.lay_out([each[i] for i in batch.rows]))
     if way == "its own":
         assert target._packing == ("masks" if name in ("gemma2", "gpt_oss") else "attention")
-    implementations = {module.config._attn_implementation for module in target.decoder.modules() if has_config(module)}
-    assert implementations <= {"sdpa", "eager"}  # what packing changes, it changes back
+    configs = [module.config for module in target.decoder.modules() if hasattr(module, "config")]
+    assert {config._attn_implementation for config in configs} <= {"sdpa", "eager"}  # packing changes it back
 
 
-def broken(model: Any, change: Callable[[dict[str, Any]], None]) -> Any:
-    """The model with a decoder that reads packed documents as `change` makes it: other passes are as before."""
-    forward = model.model.forward
+def changed(model: Any, change: Callable[[dict[str, Any]], None]) -> Target:
+    """A target whose decoder reads packed documents as `change` makes it: other passes are as before."""
+    decoder = model.get_decoder()
+    forward = decoder.forward
 
-    def other(**inputs: Any) -> Any:
+    def other(*args: Any, **inputs: Any) -> Any:
         if not inputs.get("use_cache") and inputs.get("position_ids") is not None:
             change(inputs)
-        return forward(**inputs)
+        return forward(*args, **inputs)
 
-    model.model.forward = other
-    return model
+    decoder.forward = other
+    return Target(model)
 
 
 def test_decoders_that_mix_documents_are_refused_by_name() -> None:
@@ -210,32 +190,20 @@ def test_decoders_that_mix_documents_are_refused_by_name() -> None:
     def without_mask(inputs: dict[str, Any]) -> None:
         del inputs["attention_mask"], inputs["position_ids"]  # by which transformers makes a mask of its own
 
+    def going_on(inputs: dict[str, Any]) -> None:
+        inputs["position_ids"] = torch.arange(inputs["position_ids"].shape[1])[None]
+
     batch = collate(documents_of(), packed=True)
-    for change, message in (
-        (without_mask, r"LlamaForCausalLM does not keep documents apart that share a row: .* train\.packing: false"),
-        (refuse, "LlamaForCausalLM cannot read packed documents: ValueError: no masks here; set"),
+    for family, change, message in (
+        ("llama", without_mask, r"LlamaForCausalLM does not keep documents apart that share .* train\.packing: false"),
+        ("llama", refuse, "LlamaForCausalLM cannot read packed documents: ValueError: no masks here; set"),
+        ("gpt2", going_on, "GPT2LMHeadModel does not keep documents apart"),  # rotary positions are distances
     ):
-        target = Target(broken(make_target(), change))
+        target = changed(make_target(family), change)
         target.states(batch.ids)  # who does not pack is not troubled
         for _ in range(2):
             with pytest.raises(UserError, match=rf"^train\.packing: {message}"):
                 target.states(batch.ids, documents=batch.documents)
-
-
-def test_positions_that_go_on_are_refused_where_they_are_learned() -> None:
-    """Rotary positions are distances: only learned ones tell a document that begins at 0 from one that does not."""
-    model = make_target("gpt2")
-    forward = model.transformer.forward
-
-    def going_on(*args: Any, **inputs: Any) -> Any:
-        if not inputs.get("use_cache") and inputs.get("position_ids") is not None:
-            inputs["position_ids"] = torch.arange(inputs["position_ids"].shape[1])[None]
-        return forward(*args, **inputs)
-
-    model.transformer.forward = going_on
-    batch = collate(documents_of(), packed=True)
-    with pytest.raises(UserError, match="GPT2LMHeadModel does not keep documents apart"):
-        Target(model).states(batch.ids, documents=batch.documents)
 
 
 # Runs.

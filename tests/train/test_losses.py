@@ -1,4 +1,5 @@
-"""Losses against their twins, in value and gradient; the pass over head, teacher and losses; the noise on features."""
+"""Losses against their twins, in value and gradient; the pass over head, teacher and losses; weights of unroll steps;
+noise on features."""
 
 import itertools
 import math
@@ -13,8 +14,9 @@ from draftsmith.recipes.sections.train import TokenObjective, TrainSection
 from draftsmith.train.loss import head_loss
 from draftsmith.train.loss.head_loss import HeadLoss, Teacher
 from draftsmith.train.loss.losses import Lesson, LossWeights, feature_regression
+from draftsmith.train.loss.step_weights import acceptance_weights, fixed_weights
 from draftsmith.train.loss.unroll import add_noise
-from draftsmith.train.run.settings import loss_weights
+from draftsmith.train.run.settings import trainee_of
 from tests import reference, slow_drafters
 from tests.thinning import pairwise
 
@@ -67,7 +69,7 @@ def test_a_recipe_s_losses_are_those_that_are_summed() -> None:
     settings: dict[str, Any] = {"token_loss": 0.5, "feature_loss": 0.25, "top_k_loss": 0.125}
     settings |= {"token_objective": "hybrid", "rank_loss": 0.75}
     expected = LossWeights(token=0.5, feature=0.25, top_k=0.125, objective="hybrid", rank=0.75)
-    assert loss_weights(TrainSection(**settings)) == expected
+    assert trainee_of(TrainSection(**settings), torch.nn.Module()).weights == expected  # type: ignore[arg-type]
 
 
 def test_losses_from_a_cold_start() -> None:
@@ -238,21 +240,72 @@ def test_what_does_not_count_may_be_anything_and_what_counts_is_told() -> None:
     assert run()[0].isnan()
 
 
-def test_the_pass_in_bfloat16() -> None:
-    """Products in bfloat16, sums in float32: near what float32 gives, and gradients in the weights' own precision."""
-    parts = head_pass(torch.float32, None)
-    leaves = [*(each.requires_grad_() for each in parts["read"]), parts["weight"].requires_grad_()]
-    step_weights = 0.8 ** torch.arange(STEPS)[:, None, None]
-    job = HeadLoss(parts["teacher"], parts["vocab"], parts["reached"], LossWeights(), step_weights)
-    found = []
-    for bf16 in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss, *_ = job(parts["read"], parts["weight"])
-        found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-    for exact, mine in zip(*found, strict=True):
-        assert mine.dtype == torch.float32
-        torch.testing.assert_close(mine, exact, rtol=0.02, atol=0.03 * float(exact.abs().max()))
-    assert not torch.equal(found[0][0], found[1][0])
+# Weights of unroll steps: those that a recipe names, and those that follow what decoding gains.
+
+
+def test_weights_that_a_recipe_names() -> None:
+    assert fixed_weights(0.5, 4) == [1.0, 0.5, 0.25, 0.125]
+    assert fixed_weights([3.0, 0.0], 2) == [3.0, 0.0]
+    assert fixed_weights("acceptance", 3) is None
+
+
+def test_they_are_what_decoding_gains_from_each_step() -> None:
+    """-log alpha, weighted by them as constants, has the gradient of minus the expected accepted length."""
+    torch.manual_seed(0)
+    steps, columns, vocab = 4, 5, 7
+    p = torch.randn(steps, 1, columns, vocab, dtype=torch.float64).softmax(-1)
+    logits = torch.randn_like(p).requires_grad_()
+    alpha = torch.minimum(p, logits.softmax(-1)).sum(-1)
+    goes_on = torch.ones(alpha.shape, dtype=torch.bool)
+    goes_on[2:, 0, 1] = goes_on[0:, 0, 3] = False
+    length = sum(
+        torch.stack([alpha[k, 0, c] for k in range(j + 1)]).prod()
+        for j, c in itertools.product(range(steps), range(columns))
+        if goes_on[: j + 1, 0, c].all()
+    )
+    assert isinstance(length, torch.Tensor)
+    (expected,) = torch.autograd.grad(-length, logits)
+    weights = acceptance_weights(alpha, goes_on, floor=0.0)
+    assert not weights.requires_grad and (weights[2:, 0, 1] == 0).all() and (weights[:, 0, 3] == 0).all()
+    for k in range(steps):
+        mine = logits[k, 0].detach().clone()
+        Lesson(LossWeights(objective="log_acceptance"), p[k, 0]).learn(mine)
+        torch.testing.assert_close(weights[k, 0, :, None] * mine, expected[k, 0], rtol=1e-9, atol=1e-12)
+
+
+def test_an_untrained_drafter_is_taught_too() -> None:
+    weights = acceptance_weights(torch.zeros(3, 1, 1), torch.ones(3, 1, 1, dtype=torch.bool))
+    assert weights[:, 0, 0].tolist() == pytest.approx([0.111, 0.011, 0.001])
+
+
+@pytest.mark.parametrize("elements", [1, 3 * STEPS * 31, 1 << 21])
+@pytest.mark.parametrize("draft_tokens", [None, 15])
+def test_the_pass_that_measures_acceptance_equals_its_twin(
+    elements: int, draft_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_loss, "ELEMENTS", elements)
+    monkeypatch.setattr(head_loss, "LEAST_STUDENTS", 1)
+    parts = head_pass(torch.float64, draft_tokens)
+    job = HeadLoss(parts["teacher"], parts["vocab"], parts["reached"], LossWeights(), torch.ones(STEPS, 1, 1))
+    inputs = parts["read"], parts["weight"].requires_grad_(), parts["bias"]
+    alpha, trained = job.acceptance(*inputs)
+    assert torch.equal(trained, job(*inputs)[2]) and not alpha.requires_grad
+    for step, b, c in itertools.product(range(STEPS), *map(range, trained.shape[1:])):
+        if trained[step, b, c]:
+            z = parts["teacher"].states[b, c + step] @ parts["target_head"].T
+            p = functional.softmax(z[parts["vocab"].target_ids], -1)
+            q = functional.softmax(parts["weight"] @ parts["read"][step][b, c] + parts["bias"], -1)
+            assert float(alpha[step, b, c]) == pytest.approx(sum(map(min, p.tolist(), q.tolist())), rel=1e-9)
+    weights = acceptance_weights(alpha, trained)
+    for b, c in itertools.product(*map(range, trained.shape[1:])):
+        accepted = [float(alpha[k, b, c]) * bool(trained[: k + 1, b, c].all()) for k in range(STEPS)]
+        for k in range(STEPS):
+            assert float(weights[k, b, c]) == pytest.approx(
+                slow_drafters.step_weight("acceptance", k, accepted), rel=1e-9
+            )
+
+
+# Noise.
 
 
 def test_the_law_of_noise() -> None:

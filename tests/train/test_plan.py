@@ -11,7 +11,6 @@ import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from draftsmith.data_gen import capture
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.costs import (
     Device,
@@ -33,10 +32,9 @@ from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
-from draftsmith.train.measure import memory as peak_memory
+from draftsmith.train.measure import dry_run as measuring
 from draftsmith.train.measure import plan as planning
-from draftsmith.train.measure.dry_run import CPU_FLASH_FLOPS, DryRun, dry_run, row_flops
-from draftsmith.train.measure.memory import PlannedRun, planned_memory
+from draftsmith.train.measure.dry_run import CPU_FLASH_FLOPS, DryRun, PlannedRun, dry_run, planned_memory, row_flops
 from tests.conftest import make_target, make_tokenizer
 from tests.training_runs import metrics, run_main, to_train, train, write_conversations
 from tests.training_runs import no_dry_run as no_dry_run
@@ -64,22 +62,7 @@ def plan(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> dic
     """What --plan prints: text by label."""
     capsys.readouterr()
     run_main(eagle3, path, *overrides, "--plan")
-    return labelled(capsys.readouterr().out)
-
-
-def labelled(said: str) -> dict[str, str]:
-    printed: dict[str, str] = {}
-    for text in said.splitlines():
-        printed[text[:14].strip()] = printed.get(text[:14].strip(), "") + text + "\n"
-    return printed
-
-
-def refused(capsys: pytest.CaptureFixture[str], script: Any, *arguments: Any) -> tuple[str, str]:
-    """(the problems of a plan, what it prints before)."""
-    capsys.readouterr()
-    with pytest.raises(UserError) as error:
-        run_main(script, *arguments, "--plan")
-    return str(error.value), capsys.readouterr().out
+    return {text[:14].strip(): text for text in capsys.readouterr().out.splitlines()}
 
 
 # Parameters and the target's size.
@@ -107,24 +90,18 @@ def test_target_size_is_the_models(family: str, settings: dict) -> None:
     assert cache_bytes_per_token(model.config, size) == 2 * 7 * 2 * 8 * 4
 
 
-def shape_of(hidden: int = 64, vocab: int = 500, draft_vocab: int = 300) -> Eagle3Config:
-    return Eagle3Config(
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden // 4,
-        vocab_size=vocab,
-        draft_vocab_size=draft_vocab,
-        capture_layers=(2, 3, 4),
-        rms_norm_eps=1e-6,
-        max_position_embeddings=1024,
-    )
-
-
-def drafter_of(shape: Eagle3Config) -> Eagle3Drafter:
-    vocab = DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size)
-    return Eagle3Drafter(shape, vocab)
+SHAPE = Eagle3Config(
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=500,
+    draft_vocab_size=300,
+    capture_layers=(2, 3, 4),
+    rms_norm_eps=1e-6,
+    max_position_embeddings=1024,
+)
 
 
 # Memory and operations.
@@ -145,7 +122,8 @@ def micro_batch(
     shape: Eagle3Config, settings: TrainSection, bf16: bool, rows: int, tokens: int, columns: int
 ) -> Callable[[], None]:
     """A real one, forward and backward, with one span of `columns` + 1 tokens at the end of each row."""
-    drafter, target = drafter_of(shape), SmallTarget(shape)
+    drafter = Eagle3Drafter(shape, DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size))
+    target = SmallTarget(shape)
     trainee = TrainingTimeTest(drafter, settings.ttt_steps, settings.step_weight, settings.gradient_checkpointing)
     span = torch.zeros(rows, tokens, dtype=torch.long)
     span[:, tokens - columns - 1 :] = 1
@@ -164,11 +142,6 @@ def micro_batch(
     return lambda: loss().backward()
 
 
-def cost_of(section: TrainSection, shape: Eagle3Config, rows: int, tokens: int, columns: int) -> dict[str, int]:
-    """The dry run's bytes."""
-    return dry_run(section, shape, None, torch.float32, rows, tokens, columns).peak_bytes
-
-
 @pytest.mark.parametrize(
     ("rows", "tokens", "columns", "changes", "bf16"),
     [
@@ -182,8 +155,8 @@ def test_the_dry_run_counts_what_a_real_one_takes(
 ) -> None:
     """To the byte."""
     changes = {"ttt_steps": 3, "mixed_precision": "bf16" if bf16 else "no"} | changes
-    settings, shape = TrainSection.model_validate(changes), shape_of()
-    planned = cost_of(settings, shape, rows, tokens, columns)
+    settings, shape = TrainSection.model_validate(changes), SHAPE
+    planned = dry_run(settings, shape, None, torch.float32, rows, tokens, columns).peak_bytes
     real = micro_batch(shape, settings, bf16, rows, tokens, columns)
     real()  # the kernel of attention was tried
     with Meter(lambda tensor: "") as meter:
@@ -201,7 +174,7 @@ def flops_of(run: Callable[[], Any]) -> int:
 def test_operations_of_a_row_are_those_of_a_real_step(checkpointing: bool) -> None:
     """Of the unroll exactly, gradient checkpointing aside; of the target's layers without masked scores,
     and nearly, because the weights of norms count as products."""
-    tokens, columns, shape = 150, 100, shape_of()
+    tokens, columns, shape = 150, 100, SHAPE
     settings = TrainSection(ttt_steps=3, gradient_checkpointing=checkpointing, mixed_precision="no")
     target = Target(make_target(hidden_size=64, intermediate_size=160, head_dim=16))
     size = target_size(target.config, TargetSection(model=""))
@@ -221,12 +194,12 @@ def test_adamw_needs_one_more_copy_of_the_weights_on_a_gpu_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the optimiser's update is the widest moment: here nothing else takes memory."""
-    monkeypatch.setattr(peak_memory, "dry_run", lambda *_, **__: DryRun({}, 0))
+    monkeypatch.setattr(measuring, "dry_run", lambda *_, **__: DryRun({}, 0))
     recipe = load_recipe(recipe_file(tmp_path), [f"data.states={tmp_path}"])
     files = TargetFiles(recipe.target)
-    run = PlannedRun(recipe, files, shape_of(), files.size, [], [], Device("CPU", 10**12, True))
+    run = PlannedRun(recipe, files, SHAPE, files.size, [], [], Device("CPU", 10**12, True))
     there = replace(run, device=Device("GPU", 10**12, is_cpu=False))
-    here, elsewhere = (planned_memory(each)[peak_memory.UPDATE] for each in (run, there))
+    here, elsewhere = (planned_memory(each)[measuring.UPDATE] for each in (run, there))
     assert (here, elsewhere) == (4 * run.parameters, 8 * run.parameters)
 
 
@@ -261,20 +234,8 @@ def test_a_plan_names_all_that_cannot_work_at_its_end(
     write_conversations(tmp_path / "run/conversations.jsonl", 4)
     DraftVocab.full(320).save(tmp_path / "run/draft_vocab.safetensors")
     monkeypatch.setattr(planning, "device_here", lambda _: Device("NVIDIA tiny", 1_000_000, is_cpu=False))
-    problems, said = refused(capsys, eagle3, path)
+    with pytest.raises(UserError) as error:
+        run_main(eagle3, path, "--plan")
     for part in ("train.warmup_steps 5 is not shorter", "do not fit the 1.0 MB", "drafter.vocab_size asks for 160"):
-        assert part in problems
-    assert "to lower the largest part: " in said
-
-
-def test_an_export_that_would_be_refused_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    make_target("gemma2").save_pretrained(tmp_path / "target")
-    make_tokenizer().save_pretrained(tmp_path / "target")
-    path = recipe_file(tmp_path, drafter={"fc_norm": True, "norm_output": True})
-    to_train(tmp_path / "run", 4)
-    before = set(tmp_path.rglob("*"))
-    for command in (capture, eagle3):
-        for plan in ([], ["--plan"]):
-            with pytest.raises(UserError, match=r"(?s)^export\.to: .*unscaled table.* exported to vllm, speculators"):
-                run_main(command, path, "export.to=sglang", *plan)
-    assert set(tmp_path.rglob("*")) == before
+        assert part in str(error.value)
+    assert "to lower the largest part: " in capsys.readouterr().out

@@ -6,24 +6,24 @@ after six steps of AdamW shows in the sixth digit of a float32.
 """
 
 import contextlib
+import functools
 import io
 import json
 import math
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
 from draftsmith.models.vocab import DraftVocab
 from tests.ranks import run_ranks
 from tests.thinning import a_few
-from tests.training_runs import TRAINED_BY, metrics, run_main, write_conversations
+from tests.training_runs import SIX_STEPS, TRAINED_BY, metrics, run_main, write_conversations, write_recipe
 
 # Without keep_group this hangs before the thirtieth time, mostly before the tenth, where two ranks share a core.
 PARTING = """
@@ -35,7 +35,7 @@ from draftsmith.train.run import processes
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 rank = int(os.environ["RANK"])
-for time in range(100):
+for time in range(40):
     distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store{time}", rank=rank, world_size=2)
     processes.keep_group()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
@@ -49,18 +49,17 @@ print("parted")
 
 
 @pytest.mark.slow
-def test_processes_part_a_hundred_times(tmp_path: Path) -> None:
+def test_processes_part_again_and_again(tmp_path: Path) -> None:
     script = tmp_path / "parting.py"
     script.write_text(PARTING)
     assert run_ranks(2, str(script), [str(tmp_path)], timeout=120).count("parted") == 2
 
 
-# Name: (script, drafter, train). Together: both heads, several stacks, noise, clipping by norm and by value.
-RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "eagle3": ("train/eagle3.py", {"vocab_size": 160, "num_layers": 2}, {}),
-    "hass": ("train/eagle.py", {"kind": "eagle"}, {"top_k_loss": 1.0, "clip": "value", "max_grad_norm": 0.01}),
+# Name: (drafter, train). Together: both heads, several stacks, noise, clipping by norm and by value.
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "eagle3": ({"kind": "eagle3", "vocab_size": 160, "num_layers": 2}, {}),
+    "hass": ({"kind": "eagle"}, {"top_k_loss": 1.0, "clip": "value", "max_grad_norm": 0.01}),
     "poss": (
-        "train/poss.py",
         {"kind": "poss", "base": "eagle3", "positions_per_specialist": 1, "specialists": 3, "vocab_size": 160},
         {"feature_noise": 0.1},
     ),
@@ -71,65 +70,38 @@ VALIDATED = {"validation_loss", "validation_accuracy", "replay_tau", "replay_acc
 
 
 class Place:
-    """Recipes, and the runs made with them."""
+    """Recipes, and the runs made with them. Where there is `poison`, conversation c5 alone has this token."""
 
-    def __init__(self, folder: Path, target: Path):
-        self.folder, self.target = folder, target
+    def __init__(self, folder: Path, target: Path, poison: int | None = None):
+        self.folder, self.target, self.poison = folder, target, poison
 
     def run(
-        self,
-        name: str,
-        label: str,
-        processes: int,
-        *overrides: str,
-        poisoned: int | None = None,
-        launcher: Sequence[str] | None = None,
+        self, name: str, label: str, processes: int, *overrides: str, launcher: Sequence[str] | None = None
     ) -> Path:
-        """Four micro-batches a step, however many processes there are: one alone runs in this process.
-
-        Args:
-            poisoned: a token that stands in the answer of conversation c5 alone.
-            launcher: see `run_ranks`.
-        """
-        script, drafter, settings = RUNS[name]
+        """Four micro-batches a step, however many processes there are: one alone runs in this process."""
+        drafter, settings = RUNS[name]
         output = self.folder / f"{name}-{label}"
         write_conversations(output / "conversations.jsonl", 23)  # an odd number: the last batch of an epoch is smaller
-        if poisoned is not None:
-            poison(output / "conversations.jsonl", poisoned)
+        if self.poison is not None:
+            only_c5_answers_with(self.poison, output / "conversations.jsonl")
         vocab = DraftVocab(torch.arange(0, 320, 320 // drafter.get("vocab_size", 320)), 320)
         vocab.save(output / "draft_vocab.safetensors")
-        shared = {
-            "max_steps": STEPS, "batch_size": 2, "learning_rate": 0.003, "ttt_steps": 3, "save_every_steps": 3,
-            "log_every_steps": 1, "validate_every_steps": 3, "validation_conversations": 4, "eval_replay": 3,
-            "mixed_precision": "no", "gradient_accumulation_steps": MICRO_BATCHES // processes,
-        }  # fmt: skip
-        recipe = {
-            "output_dir": str(output),
-            "target": {"model": str(self.target), "dtype": "float32", "device": "cpu"},
-            "drafter": drafter,
-            "train": shared | settings,
-            "eval": {"tree": {"policy": "chain", "nodes": 4}},
-        }
-        path = self.folder / f"{name}-{label}.yaml"
-        path.write_text(yaml.safe_dump(recipe))
+        own = {"batch_size": 2, "eval_replay": 3, "gradient_accumulation_steps": MICRO_BATCHES // processes}
+        sections = {"drafter": drafter, "train": SIX_STEPS | own | settings}
+        sections["eval"] = {"tree": {"policy": "chain", "nodes": 4}}
+        path = write_recipe(output, self.target, output_dir=str(output), **sections)
         if processes == 1 and not any(re.match(r"train\.zero_stage=[123]", each) for each in overrides):
             with contextlib.redirect_stdout(io.StringIO()) as said:
-                run_main(TRAINED_BY[drafter.get("kind", "eagle3")], path, *overrides)
+                run_main(TRAINED_BY[drafter["kind"]], path, *overrides)
             self.said = said.getvalue()
         else:
-            self.said = run_ranks(processes, script, [str(path), *overrides], launcher=launcher)
+            self.said = run_ranks(processes, f"train/{drafter['kind']}.py", [str(path), *overrides], launcher=launcher)
         return output
 
 
-def poison(path: Path, token: int) -> None:
-    """Puts the token into c5's last answer and takes it out of all others."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        for turn in line["turns"]:
-            for key in ("prompt_token_ids", "output_token_ids"):
-                turn[key] = [5 if each == token else each for each in turn[key]]
-        if line["id"] == "c5":
-            line["turns"][-1]["output_token_ids"][1] = token
+def only_c5_answers_with(token: int, path: Path) -> None:
+    lines = [json.loads(re.sub(rf"\b{token}\b", "5", line)) for line in path.read_text().splitlines()]
+    lines[5]["turns"][-1]["output_token_ids"][1] = token
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
 
 
@@ -139,9 +111,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Place:
 
 
 @pytest.fixture(scope="module")
-def of_one(place: Place) -> dict[str, Path]:
+def of_one(place: Place) -> Callable[[str], Path]:
     """What one process does, without ZeRO."""
-    return {name: place.run(name, "one", 1) for name in RUNS}
+    return functools.cache(lambda name: place.run(name, "one", 1))
 
 
 def check_same(mine: Path, one: Path, steps: int = STEPS) -> None:
@@ -161,37 +133,30 @@ def check_same(mine: Path, one: Path, steps: int = STEPS) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", a_few(RUNS, "poss"))
-def test_two_ranks_follow_the_trajectory_of_one(name: str, place: Place, of_one: dict[str, Path]) -> None:
-    check_same(place.run(name, "ddp", 2), of_one[name])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage", "offload"),
     a_few(
         [
-            *(("eagle3", 1, False), ("eagle3", 2, False), ("eagle3", 3, True)),
-            *(("hass", 2, True), ("hass", 3, False)),
-            ("poss", 3, False),
+            *(("poss", 0, False), ("eagle3", 0, False), ("hass", 0, False), ("eagle3", 1, False), ("eagle3", 2, False)),
+            *(("eagle3", 3, True), ("hass", 2, True), ("hass", 3, False), ("poss", 3, False)),
         ],
-        *(("eagle3", 3, True), ("hass", 2, True)),
+        *(("poss", 0, False), ("eagle3", 3, True), ("hass", 2, True)),
     ),
 )
-def test_zero_follows_the_trajectory_of_one(
-    name: str, stage: int, offload: bool, place: Place, of_one: dict[str, Path]
+def test_two_ranks_follow_the_trajectory_of_one(
+    name: str, stage: int, offload: bool, place: Place, of_one: Callable[[str], Path]
 ) -> None:
     overrides = [f"train.zero_stage={stage}", f"train.offload_optimizer={str(offload).lower()}"]
-    check_same(place.run(name, f"zero{stage}{'-offload' * offload}", 2, *overrides), of_one[name])
+    check_same(place.run(name, f"zero{stage}{'-offload' * offload}", 2, *overrides), of_one(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
-    a_few([((2, 3), (1, 0)), ((1, 0), (2, 3)), ((2, 1), (2, 2)), ((1, 3), (2, 0))], ((2, 3), (1, 0)), ((1, 0), (2, 3))),
+    a_few([((1, 0), (2, 3)), ((2, 3), (1, 0)), ((2, 1), (2, 2)), ((1, 3), (2, 0))], ((1, 0), (2, 3))),
 )
 def test_a_run_goes_on_under_another_stage_and_other_processes(
-    first: tuple[int, int], then: tuple[int, int], place: Place, of_one: dict[str, Path]
+    first: tuple[int, int], then: tuple[int, int], place: Place, of_one: Callable[[str], Path]
 ) -> None:
     """(processes, stage); the number of micro-batches a step is the same."""
     label = f"goes-on-{first}-{then}".replace(" ", "")
@@ -201,13 +166,13 @@ def test_a_run_goes_on_under_another_stage_and_other_processes(
     shutil.rmtree(output / "drafter")
     place.run("eagle3", label, then[0], f"train.zero_stage={then[1]}")
     assert "resumed from" in place.said
-    check_same(output, of_one["eagle3"])
+    check_same(output, of_one("eagle3"))
     state = json.loads((output / "checkpoints/step-00000006/trainer_state.json").read_text())
     assert state["identity"]["micro-batches a step"] == MICRO_BATCHES
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", a_few([0, 3], 0))
 def test_an_epoch_that_leaves_a_rank_without_rows_is_that_of_one_process(stage: int, place: Place) -> None:
     """19 conversations are ten micro-batches: the last step has two for rank 0, and none for rank 1."""
     epoch = ["train.max_steps=null", "train.epochs=1"]
@@ -229,7 +194,7 @@ def poisoned_place(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"][POISON] = float("inf")
     save_file(tensors, path, metadata={"format": "pt"})
-    return Place(folder, folder / "target")
+    return Place(folder, folder / "target", POISON)
 
 
 @pytest.mark.parametrize(
@@ -239,15 +204,9 @@ def poisoned_place(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -
 def test_a_step_that_is_not_finite_is_skipped_and_its_row_named(
     processes: int, stage: int, poisoned_place: Place
 ) -> None:
-    settings = [
-        f"train.zero_stage={stage}",
-        "train.max_steps=2",
-        "train.seed=1",  # in which c5 is read in the second step
-        "train.save_every_steps=1",
-        "train.keep_checkpoints=9",
-        "train.eval_replay=0",
-    ]
-    output = poisoned_place.run("eagle3", f"{processes}-{stage}", processes, *settings, poisoned=POISON)
+    settings = [f"train.zero_stage={stage}", "train.max_steps=2", "train.eval_replay=0", "train.save_every_steps=1"]
+    settings += ["train.seed=1"]  # c5 is read in the second step
+    output = poisoned_place.run("eagle3", f"{processes}-{stage}", processes, *settings)
     lines = metrics(output)
     [skipped] = [i for i, line in enumerate(lines) if line["grad_norm"] is None]
     assert [line["skipped_steps"] for line in lines] == [int(i >= skipped) for i in range(2)]

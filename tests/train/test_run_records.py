@@ -1,4 +1,4 @@
-"""What a run keeps and whom it tells: the best checkpoint, trackers, a profile."""
+"""What a run keeps and whom it tells: replay at every checkpoint, the best one, trackers, a profile."""
 
 import gzip
 import json
@@ -12,23 +12,79 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from draftsmith.data_gen.training_rows.rows import TrainingRow
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.replay.answers import RecordedAnswer
+from draftsmith.eval.replay.replay import replay
+from draftsmith.models.checkpoint import load_drafter
+from draftsmith.models.drafters import drafting_of
+from draftsmith.models.target_files import TargetFiles
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.train.measure.metrics_line import ThroughputMeter
 from draftsmith.train.run import loop
 from draftsmith.train.run.checkpoints import list_checkpoints
+from draftsmith.train.run.inputs import read_rows
+from draftsmith.train.run.validation_replay import answers_of
 from tests.data_gen.test_crashes import flip
 from tests.training_runs import metrics, train
 from tests.training_runs import recipe_path as recipe_path
 
 __all__ = ["recipe_path"]  # a fixture
 
+REPLAY = ("train.eval_replay=3", "eval.tree.nodes=10", "eval.tree.draft_calls=3", "eval.tree.top_k=4")
+
+
+def test_replay_at_every_checkpoint_is_replay_of_what_is_saved(recipe_path: Path) -> None:
+    """Along the turns of the first three validation conversations, in full; and training does not notice."""
+    output = train(recipe_path, *REPLAY, "train.log_every_steps=4", "train.learning_rate=0.02")
+    lines = metrics(output)
+    assert [line["step"] for line in lines if "replay_tau" in line] == [3, 6]  # step 3 is a checkpoint, not a log step
+    assert [line["step"] for line in lines] == [3, 4, 6]
+
+    recipe = load_recipe(recipe_path, REPLAY)
+    files = TargetFiles(recipe.target)
+    target = files.load()
+    drafter = load_drafter(output / "drafter", target, files.identity_of(target))
+    _, validation = read_rows(recipe, files, Rejects())
+    ids = list(dict.fromkeys(row.id for row in validation))[:3]
+    answers = [
+        RecordedAnswer(turn["prompt_token_ids"], turn["output_token_ids"])
+        for record in map(json.loads, (output / "conversations.jsonl").read_text().splitlines())
+        if record["id"] in ids
+        for turn in record["turns"]
+    ]
+    proposer = PolicyProposer(drafting_of(drafter), policy_of(recipe.eval.tree))
+    rounds = [replay(target, proposer, [answer], 1)[0] for answer in answers]
+    tokens = sum(len(answer.tokens) - 1 for answer in answers)
+    assert lines[-1]["replay_tau"] == pytest.approx(tokens / sum(g.rounds for g in rounds), abs=1e-4)
+    first = [g.accepted_per_round[i] > 0 for g in rounds for i in range(g.rounds)]
+    assert not any(g.last_round_cut and g.accepted_per_round[-1] == 0 for g in rounds)
+    [share, *_] = lines[-1]["replay_accepted_by_position"] or [0]
+    assert share == pytest.approx(sum(first) / len(first), abs=1e-4)
+
+    without = recipe_path.parent / "without"
+    shutil.copytree(output, without, ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"))
+    train(recipe_path, "train.log_every_steps=4", "train.learning_rate=0.02", f"output_dir={without}")
+    mine, expected = (load_file(d / "drafter/model.safetensors") for d in (output, without))
+    assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+def test_replay_takes_so_many_conversations_with_all_their_rows() -> None:
+    rows = [TrainingRow(id_, [1, 2, 3, 4], [(2, 4)]) for id_ in ("a", "a", "b", "c")]
+    assert [answer.conversation_id for answer, _ in answers_of(rows, 2)] == ["a", "a", "b"]
+
+
+# The best checkpoint.
+
 TAUS = {1: 1.2, 2: 1.9, 3: 1.9, 4: 1.5, 5: 1.1, 6: 1.7}  # of equals the later step counts
 
 
 def replay_says(monkeypatch: pytest.MonkeyPatch, taus: dict[int, float]) -> None:
-    """Replay finds these, by the step that was saved last."""
+    """Replay finds these, by the step: each is logged."""
 
     def replayed(self: loop.Loop) -> dict[str, Any]:
-        return {"replay_tau": taus[int(list_checkpoints(self.checkpoints)[-1].name[-8:])]}
+        return {"replay_tau": taus[max(self.metrics.values("lr"), default=0) + 1]}
 
     monkeypatch.setattr(loop.Loop, "replayed", replayed)
 
@@ -66,22 +122,6 @@ def test_the_best_checkpoint_is_kept_and_its_drafter_saved(
     replay_says(monkeypatch, TAUS | {7: 2.0})
     train(recipe_path, *BY_REPLAY, "train.max_steps=7")
     assert kept_steps(output) == [7] and drafter_is_of(output, 7)
-
-
-@pytest.mark.slow
-def test_a_killed_run_keeps_the_same_best(recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replay_says(monkeypatch, TAUS)
-    whole = train(recipe_path, *BY_REPLAY, "train.keep_checkpoints=9")
-    for last in (2, 3, 4, 6):  # what a kill behind this checkpoint leaves, before its replay was logged
-        killed = tmp_path / f"killed{last}"
-        shutil.copytree(whole, killed, ignore=shutil.ignore_patterns("drafter", "tensorboard"))
-        for path in list_checkpoints(killed / "checkpoints")[last:]:
-            shutil.rmtree(path)
-        lines = (killed / "metrics.jsonl").read_text().splitlines()
-        (killed / "metrics.jsonl").write_text("\n".join(lines[: last - 1]) + "\n")
-        train(recipe_path, *BY_REPLAY, f"output_dir={killed}")
-        assert metrics(killed) == metrics(whole)
-        assert kept_steps(killed) == [3, 6] and drafter_is_of(killed, 3)
 
 
 def test_a_damaged_best_checkpoint_does_not_cost_the_one_behind_it(
@@ -122,16 +162,11 @@ def test_tensorboard_shows_every_step_once_though_the_run_was_killed(recipe_path
 
 @pytest.mark.slow
 def test_a_profile_shows_the_parts_of_a_step_and_changes_nothing(
-    recipe_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe_path: Path, six_steps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rarely = "train.validate_every_steps=6"
-    plain = train(recipe_path, rarely)
-    output = tmp_path / "profiled"
-    shutil.copytree(
-        plain, output, ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl", "tensorboard")
-    )
-    train(recipe_path, rarely, f"output_dir={output}", "--profile=2")
-    assert metrics(output) == metrics(plain)
+    output = train(recipe_path, "--profile=2", "train.validate_every_steps=6")
+    for mine, its in zip(metrics(output), metrics(six_steps / "run"), strict=True):
+        assert (mine["loss"], mine["grad_norm"]) == (its["loss"], its["grad_norm"])
     trace = output / "profile/rank0.trace.json.gz"
     assert f"profile: {trace}, from step 3 on" in capsys.readouterr().out
     with gzip.open(trace) as file:
@@ -146,8 +181,8 @@ def test_the_meter_measures_what_came_since_it_was_started(monkeypatch: pytest.M
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     meter = ThroughputMeter(torch.device("cpu"), peak_tokens_per_second=200.0)
     meter.start({"tokens": 100.0, "columns": 50.0})
-    meter.step()
-    meter.step()
+    meter.steps += 1
+    meter.steps += 1
     told = meter.read({"tokens": 300.0, "columns": 60.0}, steps_left=10)
     assert (told["tokens_per_second"], told["columns_per_second"], told["mfu"]) == (100, 5, 0.5)
     assert told["eta_seconds"] == 10

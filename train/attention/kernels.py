@@ -186,7 +186,7 @@ FLASH_PACKAGE = Kernel("flash-attn", _package_forward, _package_backward)
 
 
 def candidates(device: str) -> list[Kernel]:
-    """The fused kernels of a device type, the preferred one first."""
+    """Fused kernels, the preferred one first."""
     if device == "cpu":
         return [FLASH_CPU]
     if device != "cuda":
@@ -230,7 +230,7 @@ def is_right(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: in
 
 @cache
 def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int) -> Kernel:
-    """The device's first fused kernel that passes its trial; else plain blocks, with the reason in their name."""
+    """The device's first fused kernel that passes its trial; else plain blocks, named by the reason."""
     fused = candidates(device.type)
     for kernel in fused:
         if is_right(kernel, device, dtype, heads, groups, size):

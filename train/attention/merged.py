@@ -4,10 +4,9 @@
                           o_1 ... o_k   own column, one number each
     merged                L = log(exp(lse_p) + sum exp(o_j)),   out = exp(lse_p - L) out_p + sum exp(o_j - L) v_j
 
-No [T, T] or [T, k*T] matrix exists. A kernel keeps only the log-sum-exp L, from which the backward pass recomputes each
-weight, exp(s - L). PyTorch's kernels give their log-sum-exp no gradient, so the backward pass is written out here. The
-kernels' own backward passes suffice: given the *merged* output and L instead of their own, they return the gradients of
-the merged softmax for their keys. The gradient of every score is
+No [T, T] or [T, k*T] matrix exists. PyTorch's kernels give their log-sum-exp no gradient, so the backward pass is
+written out here. The kernels' own backward passes suffice: given the *merged* output and L instead of their own, they
+return the gradients of the merged softmax for their keys. The gradient of every score is
 
     ds = exp(s - L) (dout . v - dout . out)
 

@@ -10,8 +10,7 @@ gradients follow at once; then the logits are dropped:
             of step 2       -  -  0 | 1  2  3 | 4           column j - 2
 
 The pass keeps the loss, the gradients of the head's inputs [K, N, H], and the head's own if it is trained; the backward
-pass only scales them. So the head runs three products per column and step if it is trained, two if it is frozen, and
-none twice.
+pass only scales them. No product with the head is computed twice.
 
 Shapes: B rows, C counted columns, N = B * C of all rows, M students of a chunk, K steps, V target vocabulary, Vd draft
 vocabulary, H hidden size.
@@ -35,7 +34,6 @@ LEAST_STUDENTS = 512  # with fewer, reading and writing the head's gradient for 
 
 
 def elements_of(device: str) -> int:
-    """Logits of a chunk on this type of device."""
     return ELEMENTS if device == "cpu" else ELEMENTS_ELSEWHERE
 
 
@@ -55,8 +53,8 @@ class Teacher:
 
     @torch.no_grad()
     def of(self, states_NH: torch.Tensor, vocab: DraftVocab) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the target's distribution over the draft vocabulary, renormalised [N, Vd]; its likeliest token as a draft id
-        [N], -1 if the draft vocabulary lacks it) for some of the states."""
+        """For some of the states: (the target's distribution over the draft vocabulary, renormalised [N, Vd]; its
+        likeliest token as a draft id [N], -1 if the draft vocabulary lacks it)."""
         # The head stays in the target's own precision: it is the teacher.
         with torch.autocast(states_NH.device.type, enabled=False):
             logits_NV = self.logits(states_NH)
@@ -112,10 +110,7 @@ class HeadLoss:
         bias_V: torch.Tensor | None = None,
         scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(alpha [K, B, C], the probability that a token drawn from the drafter is accepted; trained [K, B, C]).
-
-        A pass of its own, without gradients, for step weights that depend on all steps.
-        """
+        """(alpha [K, B, C], the probability that a token drawn from the drafter is accepted; trained [K, B, C])."""
         shape, dtype = self.reached.shape, torch.promote_types(read[0].dtype, torch.float32)
         reached = self.reached.flatten(1)
         alpha, trained = torch.zeros(reached.shape, dtype=dtype, device=reached.device), torch.zeros_like(reached)
@@ -148,7 +143,7 @@ class _Chunk:
     unscaled: Callable[[torch.Tensor], torch.Tensor]
 
     def students(self) -> Iterator[tuple[int, slice, slice, slice]]:
-        """Of each step: its number, the students' columns, their teachers in the chunk, their rows of `logits`."""
+        """(step, the students' columns, their teachers in the chunk, their rows of `logits`)."""
         first = 0
         for step, place in enumerate(self.places):
             count = place.stop - place.start
@@ -165,8 +160,7 @@ def _chunks(
     dtype: torch.dtype,
     differentiable: bool,
 ) -> Iterator[_Chunk]:
-    """All teacher columns, some at a time; products in the precision of `head`, what comes of them in `dtype`. Without
-    autocast, which would choose others."""
+    """All teacher columns, some at a time; products in the precision of `head`, results in `dtype`."""
     steps, device = len(read), read[0].device
     bias = None if bias is None else bias.to(head.dtype)
     outputs = [each.flatten(0, 1) for each in read]  # [N, H] each

@@ -32,30 +32,20 @@ HYBRID_DECAY = 3.0  # eta of lambda = exp(-eta alpha), as published
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the losses that are summed for each trained column. The defaults are EAGLE-3's.
+    """Weights of the losses that are summed for each trained column. The defaults are EAGLE-3's."""
 
-    Attributes:
-        token: of `objective`.
-        feature: of the distance between output and target feature, for drafters that output features.
-        top_k: of the cross-entropy over only the teacher's `top_k_tokens` likeliest tokens.
-        rank: of the rank loss over the teacher's `rank_tokens` likeliest tokens.
-    """
-
-    token: float = 1.0
-    feature: float = 0.0
-    top_k: float = 0.0
+    token: float = 1.0  # of `objective`
+    feature: float = 0.0  # of the distance between output and target feature, for drafters that output features
+    top_k: float = 0.0  # of the cross-entropy over only the teacher's likeliest tokens, `top_k_tokens` of them
     top_k_tokens: int = 10
     objective: TokenObjective = "soft_ce"
-    rank: float = 0.0
+    rank: float = 0.0  # of the rank loss over the teacher's likeliest tokens, `rank_tokens` of them
     rank_tokens: int = 10
 
 
 class Lesson:
-    """The targets of a chunk of teacher columns, computed once for all students that are compared with it.
-
-    Args:
-        p_NV: the target's distribution over the draft vocabulary, float32 or better.
-    """
+    """The targets of a chunk of teacher columns, computed once for all students that are compared with it. p_NV is
+    the target's distribution over the draft vocabulary, in float32 or better."""
 
     def __init__(self, weights: LossWeights, p_NV: torch.Tensor):
         self.weights, self.p = weights, p_NV
@@ -109,12 +99,8 @@ class Lesson:
         return value
 
     def _cross_entropies(self, z: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Value of the cross-entropies. Overwrites z, logits up to a constant in each row, with their gradient.
-
-        Everything is in place: beside its products, a small drafter's step consists of these passes over all logits.
-
-            z - max        t . z        exp(z)        its sum s        exp(z) (sum t) / s        - t
-        """
+        """Value of the cross-entropies. Overwrites z, logits up to a constant in each row, with their gradient, in few
+        passes: z - max, t . z, exp(z), its sum s, exp(z) (sum t) / s, - t."""
         t = self.t[columns]  # type: ignore[index]
         mass = self.mass[columns] if isinstance(self.mass, torch.Tensor) else self.mass
         z -= z.amax(-1, keepdim=True)
@@ -149,10 +135,8 @@ def _on_both(objective: TokenObjective, log_q: torch.Tensor, p: torch.Tensor) ->
 
 
 def rank_loss(scores_Nk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The negative log-likelihood of the teacher's order by Plackett-Luce (ViSpec), and its gradient [N, k].
-
-    The value [N] is -sum_i (s_i - log sum_{j >= i} exp s_j). s are the student's logits of the teacher's likeliest
-    tokens, the likeliest first.
+    """The negative log-likelihood [N] of the teacher's order by Plackett-Luce (ViSpec), and its gradient [N, k]:
+    -sum_i (s_i - log sum_{j >= i} exp s_j), with the student's logits s of the teacher's likeliest tokens in order.
     """
     tails = scores_Nk.flip(-1).logcumsumexp(-1).flip(-1)  # log sum_{j >= i} exp s_j
     shares = (scores_Nk + (-tails).logcumsumexp(-1)).exp()  # token j is in the tails of all i <= j

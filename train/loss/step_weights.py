@@ -9,14 +9,12 @@ given that all tokens before it were. The expected number of accepted tokens of 
 
     E = a_0 + a_0 a_1 + a_0 a_1 a_2 + ...            dE / d log a_k = the terms that hold a_k = w_k
 
-so -log a_k, weighted by w_k as a constant, has the gradient of -E, and `log_acceptance` with these weights trains E
-itself. For other objectives the weights say which steps matter and which ones no chain reaches. The source is arXiv
-2605.18810, for blocks that are drafted in parallel. Here each counted column is a chain, drafted as in decoding, so the
-sum is exact for p and q over the draft vocabulary. There p is renormalised, which makes a_l a little too high.
+so `log_acceptance` with these weights, held constant, trains E itself. For other objectives the weights say which steps
+matter. The source is arXiv 2605.18810, for blocks that are drafted in parallel. Here each counted column is a chain,
+drafted as in decoding, so the sum is exact for p and q over the draft vocabulary, where p is renormalised.
 
 An untrained drafter is hardly ever accepted: with all a_l near 0 nothing would count. So a_l is raised to
-FLOOR + (1 - FLOOR) a_l. The chain ends, as in decoding, where the target's likeliest token cannot be drafted: a_l is 0
-there, and no later step counts.
+FLOOR + (1 - FLOOR) a_l. Where the target's likeliest token cannot be drafted, a_l is 0 and the chain ends.
 
 Shapes: B rows, C counted columns, K steps.
 """
@@ -29,19 +27,10 @@ FLOOR = 0.1
 
 
 def fixed_weights(weight: StepWeight, steps: int) -> list[float] | None:
-    """Weights of steps 0 to `steps` - 1; None: they depend on the drafter.
-
-    Raises:
-        ValueError: a list of another length.
-    """
-    if weight == "acceptance":
+    """Weights of steps 0 to `steps` - 1; None: they depend on the drafter."""
+    if isinstance(weight, str):
         return None
-    if isinstance(weight, list):
-        if len(weight) != steps:
-            raise ValueError(f"{len(weight)} step weights for {steps} unroll steps")
-        return weight
-    assert not isinstance(weight, str)
-    return [weight**step for step in range(steps)]
+    return weight if isinstance(weight, list) else [weight**step for step in range(steps)]
 
 
 def acceptance_weights(alpha_KBC: torch.Tensor, goes_on_KBC: torch.Tensor, floor: float = FLOOR) -> torch.Tensor:

@@ -1,12 +1,10 @@
 """Training-time test: the drafter's outputs at every draft position, and their loss against the target.
 
-`models.alignment` defines what each column reads and predicts at each step. How a drafter computes it is its kind's
+`models.alignment` defines what each column reads and predicts at each step, a drafter's kind how it is computed
 (`models.drafters.KINDS`): those that draft one token after another read their own outputs for K steps
 (`models.chain_steps`), as when they draft. K = 1 is EAGLE-1. The papers of HASS and PosS keep targets in place and
-shift features to the right; seen from the chain's root, theirs is the same unroll.
-
-A drafter reads tokens as the target's first layer does (`models.prompt.DecoderInputs`), not as ids. They are the data's
-tokens at every step, never the drafter's guesses (those lowered acceptance from 5.0 to 4.44 in one reproduction).
+shift features to the right; seen from the chain's root, theirs is the same unroll. Tokens are the data's at every step,
+never the drafter's guesses (those lowered acceptance from 5.0 to 4.44 in one reproduction).
 
 Shapes: B rows, T tokens, F captured states, C counted columns, H hidden size, K steps.
 """
@@ -16,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -75,15 +73,12 @@ def add_noise(
     draws: Sequence[str],
     documents: Documents | None = None,
 ) -> torch.Tensor:
-    """captured + (u - 1/2) * width * 512 / length of the training row, u uniform on [0, 1).
-
-    Feature noise (EAGLE-1, arXiv 2401.15077, section 3.2): the drafter will read features that it drafted itself, so it
-    learns from features that differ a little from the target's. Every training row has random numbers of its own.
-    Padding and other rows of the batch do not change them, and a resumed run draws the same ones.
+    """captured + (u - 1/2) * width * 512 / length of the training row, u uniform on [0, 1): feature noise (EAGLE-1,
+    arXiv 2401.15077, section 3.2). Padding stays as it is.
 
     Args:
-        lengths: tokens of each training row without padding. Padding stays as it is.
-        draws: names the random numbers of each row, for example by seed, epoch and row.
+        lengths: tokens of each training row without padding.
+        draws: names the random numbers of each row: they are the same in any batch and after a resumption.
         documents: places of the rows; None: row i begins row i of the batch.
     """
     places = documents.places if documents is not None else [(i, 0, length) for i, length in enumerate(lengths)]
@@ -122,15 +117,12 @@ class UnrollSums(NamedTuple):
 class TrainingTimeTest(nn.Module):
     """The drafter with its unroll and loss as one module: wrappers for many processes need a single forward.
 
-    Draft vocabulary. Among the columns that count (`models.alignment`), step k
+    Among the columns that count (`models.alignment`), step k
     - *reaches* a column if the k tokens drafted before, x[t+2] ... x[t+1+k], are all in the draft vocabulary: no chain
       gets past a token that cannot be drafted;
     - *trains* on a reached column if the target's likeliest token is in the draft vocabulary too (as EAGLE-3 does).
       Elsewhere the restricted teacher would teach a token that greedy verification always rejects.
     Accuracy is over reached columns; a likeliest token outside the draft vocabulary is a miss, as in decoding.
-
-    Args:
-        kernel: of attention; None: the best of the device.
     """
 
     def __init__(
@@ -144,13 +136,10 @@ class TrainingTimeTest(nn.Module):
         kernel: Kernel | None = None,
     ):
         super().__init__()
-        self.drafter = drafter
-        self.steps = steps
+        self.drafter, self.steps = drafter, steps
         self.step_weight: StepWeight = step_weight
-        self.gradient_checkpointing = gradient_checkpointing
-        self.weights = weights or LossWeights()
-        self.detach: Detach = detach
-        self.kernel = kernel
+        self.weights, self.kernel = weights or LossWeights(), kernel
+        self.gradient_checkpointing, self.detach = gradient_checkpointing, detach
         self.logits_at_once: int | None = None  # of a chunk in the head's pass; None: by device
         self.bf16 = False  # products in bfloat16
         self.caches_casts = True  # bfloat16 weights; off where weights are freed after use
@@ -181,7 +170,7 @@ class TrainingTimeTest(nn.Module):
         teacher: Teacher,
         documents: Documents | None,
     ) -> UnrollSums:
-        how = self.gradient_checkpointing, self.detach, documents, self.kernel
+        how: Any = self.gradient_checkpointing, self.detach, documents, self.kernel
         fixed = fixed_weights(self.step_weight, self.steps)
         # Before the unroll: a copy to the device waits for work that was queued before it.
         weights_KBC = torch.tensor(fixed or [1.0] * self.steps, device=captured_BTF.device)[:, None, None]

@@ -31,10 +31,6 @@ class Tally:
 
     @classmethod
     def empty(cls, steps: int, device: torch.device) -> "Tally":
-        """
-        Args:
-            steps: of the unroll.
-        """
         vectors = ("reached", "correct")
         return cls(**{f.name: torch.zeros(steps if f.name in vectors else (), device=device) for f in fields(cls)})
 
@@ -66,8 +62,8 @@ class Tally:
     def over_ranks(self, accelerator: Accelerator) -> dict[str, Any]:
         """The counted sums over all ranks; if any column counted, also loss per column, accuracy per unroll step and
         simulated tau."""
-        sums: dict[str, Any] = {f.name: accelerator.reduce(getattr(self, f.name), "sum") for f in fields(self)}
-        total = {name: value.tolist() for name, value in sums.items()}
+        reduced: Any = {f.name: accelerator.reduce(getattr(self, f.name), "sum") for f in fields(self)}
+        total = {name: value.tolist() for name, value in reduced.items()}
         counts = {key: total[key] for key in COUNTED}
         if not counts["columns"]:  # every step was skipped
             return counts
@@ -86,26 +82,16 @@ def counted_by_all(of_ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 class ThroughputMeter:
     """Measures speed, waiting and memory between two lines. It is started with the first step and after every reading.
-
-    Args:
-        device: measures its memory; on a CPU, this process's.
-        peak_tokens_per_second: at the peak rate of the devices of all processes together; None: no mfu.
-    """
+    `peak_tokens_per_second` is that of all processes' devices together; None: no mfu."""
 
     def __init__(self, device: torch.device, peak_tokens_per_second: float | None = None):
         self.device, self.peak_tokens_per_second = device, peak_tokens_per_second
         self.start()
 
     def start(self, counted: Mapping[str, float] = NOTHING) -> None:
-        """
-        Args:
-            counted: sums from before this start, by the run that this one resumes or before a break.
-        """
+        """`counted`: sums from before this start, by the run that this one resumes or before a break."""
         self.began, self.waited = time.perf_counter(), 0.0
         self.counted, self.steps = counted, 0
-
-    def step(self) -> None:
-        self.steps += 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -115,26 +101,19 @@ class ThroughputMeter:
         self.waited += time.perf_counter() - began
 
     def read(self, counted: Mapping[str, float], steps_left: int) -> dict[str, Any]:
-        """The throughput keys of a line. data_wait and memory are this rank's. eta_seconds covers steps only, without
-        validation, replay and saving.
-
-        Args:
-            counted: sums over all ranks.
-        """
+        """The throughput keys of a line, from sums over all ranks. data_wait and memory are this rank's. eta_seconds
+        covers steps only, without validation, replay and saving."""
+        # On a CPU the process's memory now; on an accelerator the peak of allocated memory so far.
+        cuda = self.device.type == "cuda"
+        used = torch.cuda.max_memory_allocated(self.device) if cuda else psutil.Process().memory_info().rss
         seconds = time.perf_counter() - self.began
         rate = {key: (counted[key] - self.counted[key]) / seconds for key in COUNTED}
         measured = {
             "tokens_per_second": round(rate["tokens"]),
             "columns_per_second": round(rate["columns"]),
             "data_wait": round(self.waited / seconds, 4),
-            "memory_gib": round(self._bytes() / 2**30, 3),
+            "memory_gib": round(used / 2**30, 3),
             "eta_seconds": round(steps_left * seconds / max(1, self.steps), 1),
         }
         peak = self.peak_tokens_per_second
         return measured if peak is None else measured | {"mfu": round(rate["tokens"] / peak, 4)}
-
-    def _bytes(self) -> int:
-        """On an accelerator the peak of allocated memory so far; on a CPU the process's memory now."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return psutil.Process().memory_info().rss

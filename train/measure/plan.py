@@ -1,12 +1,11 @@
 """`--plan` of the training scripts: what a run would take, before anything large is loaded."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from draftsmith.data_gen.states.store import Store, taught_tokens
+from draftsmith.data_gen.states.store import taught_tokens
 from draftsmith.data_gen.states.stored_target import stored_bytes
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.checkpoint import shape_of_run
@@ -26,35 +25,26 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.plan import PlanLines, plural
-from draftsmith.recipes.errors import UserError, collecting_problems
+from draftsmith.recipes.errors import collecting_problems
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.measure.dry_run import row_flops
-from draftsmith.train.measure.memory import HOW_TO_LOWER, TARGET_WEIGHTS, PlannedRun, planned_memory
-from draftsmith.train.run.batches import BatchOrder, efficiency
-from draftsmith.train.run.checkpoints import damage, list_checkpoints, read_state
+from draftsmith.train.measure.dry_run import HOW_TO_LOWER, TARGET_WEIGHTS, PlannedRun, planned_memory, row_flops
+from draftsmith.train.run.batches import BatchOrder, computed_tokens
+from draftsmith.train.run.checkpoints import damage, digests_of, list_checkpoints, read_state, run_identity
 from draftsmith.train.run.inputs import check_start_of_recipe, read_rows, read_run_vocab
-from draftsmith.train.run.metrics_log import MetricsLog
-from draftsmith.train.run.run_identity import digests_of, run_identity
+from draftsmith.train.run.run_log import MetricsLog
 from draftsmith.train.run.schedule import Schedule
 from draftsmith.train.run.settings import uses_bf16
 from draftsmith.train.run.state_sources import store_identity, store_of
 
-UNKNOWN = "unknown until regenerate has run"
 # Share of a device's matrix-product rate that training reaches; the rest goes to memory traffic and launches.
 GPU_UTILISATION = 0.3
 CPU_UTILISATION = 0.5
 
 
 def print_plan(recipe: Recipe, files: TargetFiles, tera_flops_per_second: float | None, processes: int) -> None:
-    """Plans from the files that are there. Rank 0 prints.
-
-    Args:
-        tera_flops_per_second: that one device reaches; None: assumed.
-
-    Raises:
-        UserError: everything that cannot work.
-    """
+    """Rank 0 plans from the files that are there. Raises UserError with everything that cannot work.
+    `tera_flops_per_second` is what one device reaches; None: assumed."""
     if rank() > 0:
         return
     with PlanLines() as plan:
@@ -66,7 +56,7 @@ def print_plan(recipe: Recipe, files: TargetFiles, tera_flops_per_second: float 
 
 
 def _read(plan: PlanLines, recipe: Recipe, files: TargetFiles, processes: int) -> PlannedRun:
-    """Checks the files that are there as a run does, as far as that can be told without the target's weights."""
+    """Checks the files that are there as a run does, as far as that is known without the target's weights."""
     shape = shape_of_run(recipe, files)
     states = [made_by("capture", recipe)] * (recipe.data.states is not None)
     plan.reads(made_by("regenerate", recipe), made_by("rank-vocab", recipe), *states)
@@ -92,74 +82,54 @@ def _read(plan: PlanLines, recipe: Recipe, files: TargetFiles, processes: int) -
     if recipe.train.shard_target:
         size = shared_out(size, processes)
     run = PlannedRun(recipe, files, shape, size, rows, validation_rows, device_here(recipe.target.device), processes)
-    if rows and vocab is not None:
-        plan.problems += _resumption(run, store)
+    there = list_checkpoints(recipe.checkpoints_dir)
+    if rows and vocab is not None and there and damage(there[-1]) is None:  # training sets damaged ones aside
+        digests = digests_of(rows, validation_rows)
+        identity = run_identity(recipe, files, shape, {}, processes, digests, store_identity(store))
+        with collecting_problems(plan.problems):
+            state = read_state(there[-1], identity, unknown=("target", "drafter.embedding_scale"))
+            schedule = Schedule(recipe.train, len(rows), processes).resumed(state["step"], state["micro_batches"])
+            if note := schedule.jump(state["step"], state["steps"]):
+                print(note)
     return run
-
-
-def _resumption(run: PlannedRun, store: Store | None) -> Iterator[str]:
-    """Why training would not resume from the last checkpoint. Prints how the learning rate would go on."""
-    there = list_checkpoints(run.recipe.checkpoints_dir)
-    if not there or damage(there[-1]) is not None:  # training sets damaged ones aside
-        return
-    digests = digests_of(run.rows, run.validation_rows)
-    identity = run_identity(run.recipe, run.files, run.shape, {}, run.processes, digests, store_identity(store))
-    try:
-        state = read_state(there[-1], identity, unknown=("target", "drafter.embedding_scale"))
-    except UserError as error:
-        yield from error.problems
-        return
-    schedule = Schedule(run.recipe.train, len(run.rows), run.processes).resumed(state["step"], state["micro_batches"])
-    if note := schedule.jump(state["step"], state["steps"]):
-        print(note)
 
 
 def _plan_steps(plan: PlanLines, run: PlannedRun, tera_flops_per_second: float | None) -> None:
     section, rows, shape = run.recipe.train, run.rows, run.shape
-    tokens = sum(len(row.input_ids) for row in rows)
-    if rows:
-        plan.line("rows", f"{len(rows):,}, {len(run.validation_rows):,} more for validation", "counted")
-        supervised = sum(end - start for row in rows for start, end in row.spans)
-        plan.line("tokens", f"{tokens:,}, {supervised:,} supervised ({supervised / tokens:.0%})", "counted")
-    else:
-        plan.line("rows, tokens", UNKNOWN)
     head = "the target's head"
     if shape.own_head:
         head = f"head of {shape.draft_vocab_size:,} tokens: {millions(shape.hidden_size * shape.draft_vocab_size)}"
     trained = f"{millions(run.parameters)} trained ({head}), {millions(run.size.parameters)} frozen in the target"
     plan.line("parameters", trained, "exact")
-    if not rows and section.max_steps is None:
-        plan.line("steps, time", UNKNOWN)
+    if not rows:
+        plan.line("steps, time", "unknown until regenerate has run")
         return
-    steps, per_step = Schedule(section, len(rows), run.processes).steps, rows_per_step(run)
-    passes = f", {steps * per_step / len(rows):.2f} passes" if rows else ""
-    plan.line("steps", f"{steps:,} of {per_step:,} rows on {plural(run.processes, 'process', 'es')}{passes}", "exact")
-    plan.line("warm-up", f"{section.warmup_steps:,} steps, {section.warmup_steps / steps:.1%} of the run", "exact")
+    plan.line("rows", f"{len(rows):,}, {len(run.validation_rows):,} more for validation", "counted")
+    tokens = sum(len(row.input_ids) for row in rows)
+    supervised = sum(end - start for row in rows for start, end in row.spans)
+    plan.line("tokens", f"{tokens:,}, {supervised:,} supervised ({supervised / tokens:.0%})", "counted")
+    schedule = Schedule(section, len(rows), run.processes)
+    steps, per_step = schedule.steps, schedule.micro_batches_per_step * section.batch_size
+    text = f"{steps:,} of {per_step:,} rows on {plural(run.processes, 'process', 'es')}"
+    plan.line("steps", f"{text}, {steps * per_step / len(rows):.2f} passes", "exact")
     if section.warmup_steps >= steps:
         plan.problems.append(
             f"train.warmup_steps {section.warmup_steps:,} is not shorter than the run of {steps:,} steps: the "
             "learning rate never reaches train.learning_rate"
         )
-    if rows:
-        plan.line("time", *_time(run, steps, tokens, tera_flops_per_second))
-    else:
-        plan.line("time", UNKNOWN)
-    if section.eval_replay:
-        count = plural(min(section.eval_replay, section.validation_conversations), "validation conversation")
-        tree = run.recipe.eval.tree.policy
-        text = f"{count} at every checkpoint, eval.tree {tree}: replay_tau in {run.recipe.metrics_path.name}"
-        plan.line("replay", text)
-
-
-def _time(run: PlannedRun, steps: int, tokens: int, tera_flops_per_second: float | None) -> tuple[str, str]:
-    """(the time, its basis): by this run's own speed where it has begun, else by operations and an assumed rate."""
-    section, rows = run.recipe.train, run.rows
-    done, rate = last_logged(run.recipe.metrics_path)
+    done, rate = max(MetricsLog(run.recipe.metrics_path).values("tokens_per_second").items(), default=(0, 0))
     if rate:
-        seconds = max(0, steps - done) * rows_per_step(run) * tokens / len(rows) / rate
-        return f"{duration(seconds)} for {steps - done:,} steps", f"measured: {rate:,.0f} tokens/s"
+        seconds = max(0, steps - done) * per_step * tokens / len(rows) / rate
+        plan.line("time", f"{duration(seconds)} for {steps - done:,} steps", f"measured: {rate:,.0f} tokens/s")
+    else:
+        plan.line("time", *_time(run, steps, tera_flops_per_second))
+
+
+def _time(run: PlannedRun, steps: int, tera_flops_per_second: float | None) -> tuple[str, str]:
+    """(the time, its basis) by operations and an assumed rate, for a run that has not begun."""
+    section, rows = run.recipe.train, run.rows
     order = BatchOrder([len(row.input_ids) for row in rows], section.batch_size, section.seed)
-    padded = efficiency(order, rows, section.packing).computed // len(rows)
+    padded = computed_tokens(order, rows, section.packing) // len(rows)
     columns = sum(taught_tokens(row.spans) for row in rows) // len(rows)
     of_row = row_flops(section, run.shape, run.files.text_config, run.size, run.reads_states, padded, columns)
     flops = float(steps * section.gradient_accumulation_steps * section.batch_size * of_row)
@@ -181,41 +151,25 @@ def _time(run: PlannedRun, steps: int, tokens: int, tera_flops_per_second: float
 def _plan_memory(plan: PlanLines, run: PlannedRun) -> None:
     parts, section = planned_memory(run), run.recipe.train
     at_most = "the largest batch" if run.rows else "a batch of the longest possible rows"
-    shared = f", DeepSpeed's buffers by ZeRO {section.zero_stage} assumed" * bool(section.zero_stage)
-    plan_memory(plan, sum(parts.values()), f"one process with {at_most}{shared}", run.device, "dry run")
+    plan_memory(plan, sum(parts.values()), f"one process with {at_most}", run.device, "dry run")
     for name, count in sorted(parts.items(), key=lambda part: -part[1]):
         plan.line("", f"{gigabytes(count):>8}  {name}", run.size.weight_basis * (name == TARGET_WEIGHTS))
     largest = max(parts.keys() & HOW_TO_LOWER.keys(), key=parts.__getitem__)
     plan.line("", f"to lower the largest part: {HOW_TO_LOWER[largest]}")
     if section.shard_target and run.processes > 1:
-        unit = run.size.dtype.itemsize
-        sent = sum(run.size.layer_parameters) * unit * (run.processes - 1) / run.processes
-        plan.line("host memory", f"{gigabytes(run.size.parameters * unit)} in the first process, to load the target")
-        plan.line("network", f"{gigabytes(sent)} to each process in every pass of the target, not timed", "exact")
+        whole = gigabytes(run.size.parameters * run.size.dtype.itemsize)
+        plan.line("host memory", f"{whole} in the first process, to load the target")
 
 
 def _plan_disk(plan: PlanLines, run: PlannedRun) -> None:
-    section, folder = run.recipe.train, Path(run.recipe.output_dir)
-    size = run.parameters, run.shape.draft_vocab_size, run.shape.vocab_size
+    folder, size = Path(run.recipe.output_dir), (run.parameters, run.shape.draft_vocab_size, run.shape.vocab_size)
     one, drafter = checkpoint_bytes(*size), drafter_bytes(*size)
-    checkpoints = section.keep_checkpoints + (section.keep_best is not None)
+    checkpoints = run.recipe.train.keep_checkpoints + (run.recipe.train.keep_best is not None)
     disk, free = (checkpoints + 1) * one + drafter, free_bytes(folder)
     kept = f"{plural(checkpoints, 'checkpoint')} of {gigabytes(one)} and one being written"
     plan.line("disk", f"{gigabytes(disk)}: {kept}, drafter {gigabytes(drafter)}; {gigabytes(free)} are free", "exact")
     if disk > free:
-        plan.problems.append(
-            f"output_dir: {gigabytes(disk)} do not fit the {gigabytes(free)} that are free for {folder}"
-        )
-
-
-def rows_per_step(run: PlannedRun) -> int:
-    """Training rows of a full optimiser step, over all processes."""
-    return run.recipe.train.batch_size * run.recipe.train.gradient_accumulation_steps * run.processes
-
-
-def last_logged(metrics: Path) -> tuple[int, float | None]:
-    """(steps done, tokens per second) of the last line of metrics.jsonl; (0, None) where there is none."""
-    return max(MetricsLog(metrics).values("tokens_per_second").items(), default=(0, None))
+        plan.problems.append(f"output_dir: {gigabytes(disk)} do not fit the {gigabytes(free)} that are free there")
 
 
 def millions(count: int) -> str:

@@ -1,7 +1,7 @@
 """Where the time of a step goes: `--profile N` of the training scripts.
 
-After a warm-up torch's profiler traces N steps. For every process it writes into <output_dir>/profile a trace for
-https://ui.perfetto.dev, in which the parts of a step have names, and a table of the slowest operators.
+For every process it writes into <output_dir>/profile a trace for https://ui.perfetto.dev, in which the parts of a step
+have names, and a table of the slowest operators.
 """
 
 import warnings
@@ -17,11 +17,8 @@ TABLE_ROWS = 25
 
 
 def tracer(count: int, directory: Path, rank: int, say: Callable[[str], object], first: int, last: int) -> profile:
-    """A context for steps `first` (from 0) to `last` - 1, with a method `step` to be called behind each of them.
-
-    `count` steps of the process `rank` are traced into `directory`, once all are done or at the end of the context. If
-    there are too few steps, the warm-up is shorter. `say` prints a message on one process.
-    """
+    """A context for steps `first` (from 0) to `last` - 1, with a method `step` to be called behind each of them. It
+    traces `count` steps after a warm-up, which is shorter if there are too few steps. `say` prints on one process."""
     warm_up = max(0, min(WARM_UP_STEPS, last - first - count))
 
     def write(recorded: Any) -> None:

@@ -1,12 +1,9 @@
-"""Joins the processes of a run, alone, by DistributedDataParallel or by DeepSpeed's ZeRO.
-
-Optimiser steps are the same in every case (`train.run.engine`). The launcher's DeepSpeed settings are
-used where they agree with the recipe, and refused where they do not.
+"""Joins the processes of a run: one alone, by DistributedDataParallel, or by DeepSpeed's ZeRO. The launcher's DeepSpeed
+settings are used where they agree with the recipe, and refused where they do not.
 """
 
 import os
 import socket
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,18 +20,12 @@ from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train.run.processes import keep_group
 
 OLDEST_DEEPSPEED = "0.19"  # tested with 0.19.8; `Engine` reads attributes of its optimisers
-ALONE_OR_COPIED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA")
-# Keys of a DeepSpeed config that the recipe decides.
-DECIDED_BY_RECIPE = (
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
-)  # fmt: skip
 
 
 def deepspeed_config(section: TrainSection) -> dict[str, Any]:
     """The recipe's settings as DeepSpeed's configuration."""
     zero: dict[str, Any] = {"stage": section.zero_stage, "overlap_comm": torch.accelerator.is_available()}
-    if section.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
+    zero |= {"offload_optimizer": {"device": "cpu"}} if section.offload_optimizer else {}
     return {
         "train_micro_batch_size_per_gpu": section.batch_size,
         "gradient_accumulation_steps": section.gradient_accumulation_steps,
@@ -48,36 +39,25 @@ def deepspeed_config(section: TrainSection) -> dict[str, Any]:
 def accelerator_of(section: TrainSection) -> Accelerator:
     """The processes of this run: those that a launcher started, or this one.
 
-    ZeRO's stage is the recipe's (`train.zero_stage`), or the one that `accelerate launch` was given.
-
     Raises:
         UserError: ZeRO without DeepSpeed, a DeepSpeed config that contradicts the recipe, a way of distributing that is
             neither DDP nor ZeRO, or processes that would each train by themselves.
     """
-    handlers: list[Any] = [
-        # Buffers are constants (the vocabulary, the target's embeddings): equal on all ranks from the start.
-        DistributedDataParallelKwargs(broadcast_buffers=False)
-    ]
+    # Buffers are constants (the vocabulary, the target's embeddings): equal on all ranks from the start.
+    handlers: list[Any] = [DistributedDataParallelKwargs(broadcast_buffers=False)]
     started = world_size()  # as the launcher set it: the environment is changed below
     by_launcher = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     plugin = None
     if section.offload_optimizer and not (section.zero_stage or by_launcher):
-        raise UserError(
-            "train.offload_optimizer: only ZeRO can offload the optimiser; set train.zero_stage to 1, 2 or 3, or leave "
-            "it out"
-        )
+        raise UserError("train.offload_optimizer: only ZeRO can; set train.zero_stage to 1, 2 or 3, or leave it out")
     if section.zero_stage or by_launcher:
-        check_deepspeed(
-            "accelerate's config asks for DeepSpeed" if by_launcher else "train.zero_stage: ZeRO is DeepSpeed's"
-        )
+        check_deepspeed("accelerate's config asks for DeepSpeed" if by_launcher else "train.zero_stage needs DeepSpeed")
         if deepspeed_on_cpus():
             os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate would not take DeepSpeed
             handlers.append(InitProcessGroupKwargs(backend="gloo"))
         _join_group_of_one()
-        if by_launcher:
-            plugin = with_recipe_settings(launcher_plugin(section), section)
-        else:
-            plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(section))
+        of_launcher = with_recipe_settings(launcher_plugin(section), section) if by_launcher else None
+        plugin = of_launcher or DeepSpeedPlugin(hf_ds_config=deepspeed_config(section))
     accelerator = Accelerator(
         # Without an accelerator accelerate joins processes only if it is told to use the CPU.
         cpu=plugin is None and started > 1 and not torch.accelerator.is_available(),
@@ -87,48 +67,37 @@ def accelerator_of(section: TrainSection) -> Accelerator:
     )
     check_joined(started, accelerator.num_processes)
     kind = accelerator.distributed_type
-    if plugin is None and kind.name not in ALONE_OR_COPIED:
-        raise UserError(f"accelerate's config asks for {kind.value}; drafters are trained by DDP or DeepSpeed's ZeRO")
-    if plugin is not None and kind != DistributedType.DEEPSPEED:
-        raise UserError(
-            "train.zero_stage: accelerate does not use DeepSpeed where it is told to use the CPU beside an "
-            "accelerator: hide the accelerator (CUDA_VISIBLE_DEVICES=) instead"
-        )
     if plugin is not None:
+        if kind != DistributedType.DEEPSPEED:
+            raise UserError(
+                "train.zero_stage: accelerate does not use DeepSpeed where it is told to use the CPU beside an "
+                "accelerator: hide the accelerator (CUDA_VISIBLE_DEVICES=) instead"
+            )
         unset_hf_deepspeed_config()  # else transformers shards the target, which is loaded later
+    elif not kind.name.startswith(("NO", "MULTI_")):
+        raise UserError(f"accelerate's config asks for {kind.value}; drafters are trained by DDP or DeepSpeed's ZeRO")
     keep_group()
     return accelerator
 
 
 def deepspeed_on_cpus() -> bool:
-    """Whether there are only CPUs. DeepSpeed, which must not be imported yet, is then told to use them.
-
-    It is also told not to compile an operator that only inference calls. A process that is killed while it compiles
-    leaves the compiler's lock behind, and every later start waits for it for ever.
-    """
+    """Whether there are only CPUs. DeepSpeed, which must not be imported yet, is then told to use them."""
     if torch.accelerator.is_available():
         return False
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed import ops
 
+    # Only inference calls it. A process that is killed while it compiles this operator leaves the compiler's lock, and
+    # every later start waits for it for ever.
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return True
 
 
 def check_deepspeed(reason: str) -> None:
-    """Checks that DeepSpeed is installed.
-
-    Args:
-        reason: why it is needed; ends with its name.
-
-    Raises:
-        UserError: it is missing or too old.
-    """
-    if find_spec("deepspeed") is None:
-        raise UserError(f"{reason}, which is not installed: pip install 'deepspeed>={OLDEST_DEEPSPEED}'")
-    if compare_versions("deepspeed", "<", OLDEST_DEEPSPEED):
+    """Raises UserError if DeepSpeed is missing or too old. `reason`: why it is needed; ends with its name."""
+    if find_spec("deepspeed") is None or compare_versions("deepspeed", "<", OLDEST_DEEPSPEED):
         raise UserError(
-            f"{reason}, and {metadata.version('deepspeed')} is installed, but {OLDEST_DEEPSPEED} or newer is needed: "
+            f"{reason}, which is not installed, or older than {OLDEST_DEEPSPEED}: "
             f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
         )
 
@@ -137,19 +106,15 @@ def _join_group_of_one() -> None:
     """DeepSpeed needs a process group even for a single process that no launcher started."""
     if "RANK" in os.environ:
         return
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(alone)
+        os.environ.update(alone, MASTER_PORT=str(free.getsockname()[1]))
 
 
 def launcher_plugin(section: TrainSection) -> DeepSpeedPlugin:
     """The plugin that `accelerate launch` asks for by its options or config; the recipe fills in what these leave out.
-
-    Raises:
-        UserError: the launcher names a DeepSpeed config that cannot be read, or is none.
-    """
+    Raises UserError if its config cannot be read."""
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     # accelerate sets a variable only for what it was given. Without one its plugin takes its own default, stage 2.
     ours: dict[str, Any] = {}
@@ -168,42 +133,27 @@ def launcher_plugin(section: TrainSection) -> DeepSpeedPlugin:
 
 
 def with_recipe_settings(plugin: DeepSpeedPlugin, section: TrainSection) -> DeepSpeedPlugin:
-    """The launcher's plugin with the recipe's values written into it.
-
-    Raises:
-        UserError: its own values contradict the recipe.
-    """
-    config, problems = plugin.hf_ds_config.config, []
-    for name in ("bf16", "fp16"):
-        if config.get(name, {}).get("enabled") is True:
-            problems.append(
-                f"DeepSpeed's {name}.enabled: drafters train in float32 and multiply in train.mixed_precision; set it "
-                "to auto or leave it out"
-            )
-    if section.zero_stage and plugin.zero_stage != section.zero_stage:
-        problems.append(
-            f"train.zero_stage is {section.zero_stage}, accelerate was given {plugin.zero_stage} (--zero_stage, or its "
-            "config): leave one out"
-        )
-    if plugin.zero_stage == 0:
-        problems.append("accelerate's config asks for DeepSpeed without ZeRO (stage 0): leave DeepSpeed out of it")
-    for key in ("optimizer", "scheduler"):
-        if key in config:
-            problems.append(f"DeepSpeed's {key}: the recipe's train section decides it; leave it out")
+    """The launcher's plugin with the recipe's values written into it. Raises UserError if its own contradict them."""
+    config = plugin.hf_ds_config.config
     offloads = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
-    if section.offload_optimizer and not offloads:
-        problems.append(
-            "train.offload_optimizer is true, accelerate was given none (--offload_optimizer_device, or its config): "
-            "leave one out"
-        )
+    enabled = [name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True]
+    decided = [*enabled, *(name for name in ("optimizer", "scheduler") if name in config)]
+    problems = [f"DeepSpeed's {name}: the recipe's train section decides it; leave it out" for name in decided]
+    refusals = {
+        f"train.zero_stage is {section.zero_stage}, accelerate was given {plugin.zero_stage} (--zero_stage, or its "
+        "config): leave one out": section.zero_stage not in (0, plugin.zero_stage),
+        "accelerate's config asks for DeepSpeed without ZeRO (stage 0): leave DeepSpeed out": plugin.zero_stage == 0,
+        "train.offload_optimizer is true, accelerate was given none (--offload_optimizer_device, or its config): leave "
+        "one out": section.offload_optimizer and not offloads,
+    }
+    problems += [refusal for refusal, applies in refusals.items() if applies]
     rows = section.batch_size * section.gradient_accumulation_steps * world_size()
     for key, value in {"train_batch_size": rows, **deepspeed_config(section)}.items():
-        if key in DECIDED_BY_RECIPE:
-            if config.get(key, "auto") not in ("auto", value):
-                problems.append(f"DeepSpeed's {key} is {config[key]}, the recipe's is {value}: set it to auto")
-            config[key] = value
-        elif key != "zero_optimization":
-            config[key] = value
+        if key == "zero_optimization":
+            continue
+        if config.get(key, "auto") not in ("auto", value):
+            problems.append(f"DeepSpeed's {key} is {config[key]}, the recipe's is {value}: leave it out")
+        config[key] = value
     if problems:
         raise UserError(problems)
     return plugin

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import torch
 
-from draftsmith.data_gen.states.store import length_of, taught_tokens
+from draftsmith.data_gen.states.store import length_of
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.alignment import Documents
 from draftsmith.models.prompt import PlacedInsert
@@ -37,7 +37,6 @@ class MicroBatch:
         rows: indices of the training rows in layout order: row by row, left to right.
         places: (row, first column, tokens) of each training row, in that order.
         tokens_at: [N] indices of the tokens in the flattened B * T, without padding, in that order.
-        inserts: embeddings that replace tokens.
     """
 
     ids: torch.Tensor
@@ -54,27 +53,16 @@ class MicroBatch:
         return [tokens for _, _, tokens in self.places]
 
     @property
-    def tokens(self) -> int:
-        """Number of tokens without padding."""
-        return sum(self.lengths)
-
-    @property
     def documents(self) -> Documents | None:
         """Packed documents; None if each has its own row, where a causal mask suffices."""
         return Documents(self.position, self.places) if any(start for _, start, _ in self.places) else None
 
     def lay_out(self, per_row: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Lays out values like the ids: [B, T, ...], with zeros in padding.
-
-        Args:
-            per_row: [tokens, ...] for each training row in the order of `rows`. Surplus values at the end are cut, as
-                surplus ids are.
-        """
+        """Lays out values [tokens or more, ...] of each training row, in the order of `rows`, as the ids are:
+        [B, T, ...], with zeros in padding."""
         like = per_row[0]
         laid_out = torch.zeros(*self.ids.shape, *like.shape[1:], dtype=like.dtype, device=like.device)
         for (row, start, tokens), values in zip(self.places, per_row, strict=True):
-            if len(values) < tokens:
-                raise ValueError(f"a training row of {tokens} tokens brings {len(values)} values")
             laid_out[row, start : start + tokens] = values[:tokens]
         return laid_out
 
@@ -87,7 +75,7 @@ class MicroBatch:
         starts = list(accumulate(self.lengths, initial=0))
         places = tuple((0, start, tokens) for start, tokens in zip(starts, self.lengths, strict=False))
         ids, span, position = (self.in_one_row(each) for each in (self.ids, self.span, self.position))
-        every = torch.arange(self.tokens, device=ids.device)
+        every = torch.arange(len(self.tokens_at), device=ids.device)
         inserts = tuple(
             PlacedInsert(0, placed.insert.at(start + placed.insert.first - was))
             for (_, start, _), (row, was, tokens) in zip(places, self.places, strict=True)
@@ -106,11 +94,7 @@ class MicroBatch:
 
 
 def collate(rows: Sequence[TrainingRow], packed: bool = False, indices: Sequence[int] | None = None) -> MicroBatch:
-    """Lays training rows out: one a row with padding, or all packed into one row.
-
-    Args:
-        indices: the indices of these rows, for `MicroBatch.rows`; None: 0, 1, 2, ...
-    """
+    """Lays training rows out: one a row with padding, or all packed into one row. `indices` as in `collate_as`."""
     each = range(len(rows))
     return collate_as(rows, [list(each)] if packed else [[i] for i in each], indices)
 
@@ -118,7 +102,8 @@ def collate(rows: Sequence[TrainingRow], packed: bool = False, indices: Sequence
 def collate_as(
     rows: Sequence[TrainingRow], layout: Sequence[Sequence[int]], indices: Sequence[int] | None = None
 ) -> MicroBatch:
-    """Lays training rows out by `layout`: for each row of the batch, places in `rows`, left to right."""
+    """Lays training rows out by `layout`: for each row of the batch, places in `rows`, left to right. `indices` are
+    the rows' own, for `MicroBatch.rows`; None: 0, 1, 2, ..."""
     lengths = [[length_of(rows[i]) for i in line] for line in layout]
     shape = len(layout), max(map(sum, lengths))
     ids, span, position = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
@@ -139,37 +124,17 @@ def collate_as(
     return MicroBatch(ids, span, position, tuple(order), tuple(places), tokens_at, tuple(inserts))
 
 
-@dataclass(frozen=True)
-class Efficiency:
-    """Of the tokens that the target computes in an epoch, how many are tokens of rows, and how many columns count."""
-
-    tokens: int  # without padding
-    columns: int  # counted at step 0
-    computed: int
-
-    def __str__(self) -> str:
-        tokens, columns = self.tokens / self.computed, self.columns / self.computed
-        return f"{tokens:.1%} of the tokens that the target reads are no padding, {columns:.1%} count"
-
-
-def efficiency(order: "BatchOrder", rows: Sequence[TrainingRow], packed: bool) -> Efficiency:
-    """The efficiency of the first epoch."""
-    tokens = columns = computed = 0
-    for number in range(order.batches_per_epoch):
-        batch = [rows[i] for i in order.rows(number)]
-        lengths = [length_of(row) for row in batch]
-        tokens += sum(lengths)
-        columns += sum(taught_tokens(row.spans) for row in batch)
-        computed += sum(lengths) if packed else len(lengths) * max(lengths)
-    return Efficiency(tokens, columns, computed)
+def computed_tokens(order: "BatchOrder", rows: Sequence[TrainingRow], packed: bool) -> int:
+    """Tokens that the target reads in the first epoch, with padding."""
+    epoch = [[length_of(rows[i]) for i in order.rows(number)] for number in range(order.batches_per_epoch)]
+    return sum(sum(lengths) if packed else len(lengths) * max(lengths) for lengths in epoch)
 
 
 class BatchOrder:
     """Maps the number of a micro-batch to its row indices, the same on all ranks.
 
-    Rows of similar length share a micro-batch, which saves padding. Each epoch shuffles all rows, sorts them by length
-    inside pools of POOL_BATCHES micro-batches, cuts the pools into micro-batches and shuffles those. Every row is read
-    once an epoch; the last micro-batch of the last pool may be smaller.
+    Each epoch shuffles all rows, sorts them by length inside pools of POOL_BATCHES micro-batches, which saves padding,
+    cuts the pools into micro-batches and shuffles those. The last micro-batch of the last pool may be smaller.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int):
@@ -188,7 +153,6 @@ class BatchOrder:
         return self._batches[position]
 
     def batches_of(self, epoch: int) -> list[list[int]]:
-        """Row indices of every micro-batch of an epoch, in order."""
         chance = random.Random(f"{self.seed}/{epoch}")
         rows = list(range(len(self.lengths)))
         chance.shuffle(rows)
@@ -197,7 +161,6 @@ class BatchOrder:
         return batches
 
     def pools_of(self, rows: Sequence[int]) -> Iterator[list[list[int]]]:
-        """The micro-batches of each pool of shuffled rows."""
         size = POOL_BATCHES * self.batch_size
         for start in range(0, len(rows), size):
             pool = sorted(rows[start : start + size], key=self.lengths.__getitem__)

@@ -9,25 +9,37 @@
 Files are synced to disk before the folder gets its name, so a power cut leaves no name without its content.
 """
 
+import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from draftsmith.models.checkpoint import differences
+from draftsmith.data_gen.training_rows.rows import TrainingRow
+from draftsmith.models.checkpoint import current_folder, differences
+from draftsmith.models.context_limits import longest_row
+from draftsmith.models.drafter_base import DrafterConfig
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import sync_to_disk
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.schema import Recipe
 
 MANIFEST, STATE = "manifest.json", "trainer_state.json"
-_COMPLETE = re.compile(r"step-\d+")
+# Keys of the train section that may change when a run is resumed: they change neither the steps nor their order.
+# Instead of gradient_accumulation_steps "micro-batches a step" is compared.
+MAY_CHANGE = {
+    "max_steps", "epochs", "save_every_steps", "keep_checkpoints", "log_every_steps", "validate_every_steps",
+    "eval_replay", "keep_best", "trackers", "gradient_checkpointing", "gradient_accumulation_steps",
+    "zero_stage", "offload_optimizer", "shard_target", "max_skipped_steps", "packing",
+}  # fmt: skip
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -36,33 +48,31 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    complete = (path for path in directory.glob("step-*") if _COMPLETE.fullmatch(path.name))
-    return sorted(complete, key=step_of)
+    return sorted((path for path in directory.glob("step-*") if re.fullmatch(r"step-\d+", path.name)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def best_of(checkpoints: Sequence[Path], values: Mapping[int, float]) -> list[Path]:
-    """The checkpoints that have a value, the highest first; of equal ones the later first.
+def best_of(directory: Path, values: Mapping[int, float]) -> tuple[Path, float] | None:
+    """The whole checkpoint with the highest of `values` by step, and that value; of equal ones the last. Damaged ones
+    are named."""
+    measured = [path for path in list_checkpoints(directory) if step_of(path) in values]
+    for checkpoint in sorted(measured, key=lambda path: (values[step_of(path)], step_of(path)), reverse=True):
+        if (problem := damage(checkpoint)) is None:
+            return checkpoint, values[step_of(checkpoint)]
+        print(f"{checkpoint}: damaged ({problem}); skipped")
+    return None
 
-    Args:
-        values: by step.
-    """
-    measured = [path for path in checkpoints if step_of(path) in values]
-    return sorted(measured, key=lambda path: (values[step_of(path)], step_of(path)), reverse=True)
 
-
-def publish_checkpoint(partial: Path, final: Path) -> None:
-    """Writes the manifest of a folder that holds all its files, and renames it."""
-    paths = sorted(path for path in partial.rglob("*") if path.is_file())
-    files = {
-        path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
-        for path in paths
-    }
+def publish_checkpoint(partial: Path, state: Mapping[str, Any]) -> None:
+    """Writes the state and the manifest beside the tensors, and gives the folder its name."""
+    (partial / STATE).write_text(json.dumps(state, indent=2) + "\n")
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in partial.iterdir()}
     (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
     sync_to_disk(partial)
+    final = partial.with_suffix("")
     if final.exists():
         remove(final)
     os.replace(partial, final)
@@ -77,104 +87,71 @@ def disk_errors_as_user_errors(partial: Path) -> Iterator[None]:
     except (OSError, SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):
             raise
-        raise UserError(
-            f"{partial}: cannot be written ({first_line(error)}): make room, if the disk is full, and start "
-            "again; what was written before is whole, and training resumes from there"
-        ) from error
+        remedy = "make room, if the disk is full, and start again: training resumes from the last checkpoint"
+        raise UserError(f"{partial}: cannot be written ({first_line(error)}); {remedy}") from error
 
 
 def remove(checkpoint: Path) -> None:
     """Deletes a checkpoint. A kill leaves no half checkpoint that counts as one."""
     retired = checkpoint.with_suffix(".old")
-    _delete(retired)
     os.replace(checkpoint, retired)
-    _delete(retired)
+    shutil.rmtree(retired)
 
 
-def keep_last(directory: Path, count: int, also: Collection[Path] = ()) -> None:
-    """Removes all checkpoints but the newest `count` and those in `also`."""
+def keep_last(directory: Path, count: int, also: Path | None) -> None:
+    """Removes all checkpoints but the newest `count` and `also`."""
     for old in list_checkpoints(directory)[:-count]:
-        if old not in also:
+        if old != also:
             remove(old)
-
-
-def _delete(path: Path) -> None:
-    """Deletes the path if it exists: a folder, or a file or link that somebody put there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def damage(checkpoint: Path) -> str | None:
     """The first problem with a checkpoint's files; None: it is whole."""
+    name = MANIFEST
     try:
         promised = parse_json((checkpoint / MANIFEST).read_bytes())["files"]
         sealed = {name: (entry["bytes"], entry["sha256"]) for name, entry in promised.items()}
+        for name, (size, digest) in sealed.items():
+            if (has := (checkpoint / name).stat().st_size) != size:
+                return f"{name} has {has:,} bytes instead of {size:,}"
+            if file_digest(checkpoint / name) != digest:
+                return f"{name} is not what was written (its sha256 differs)"
     except OSError as error:
-        return f"{MANIFEST} cannot be read: {error.strerror}"
+        return f"{name} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not what was written"
-    for name, (size, digest) in sealed.items():
-        path = checkpoint / name
-        try:
-            if (has := path.stat().st_size) != size:
-                return f"{name} has {has:,} bytes instead of {size:,}"
-            if file_digest(path) != digest:
-                return f"{name} is not what was written (its sha256 differs)"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
     return None
 
 
 def settle(directory: Path) -> None:
-    """Prepares the folder for a run: removes what kills left, and sets aside damaged checkpoints behind the last whole
-    one.
-
-    Raises:
-        UserError: there are checkpoints, but none is whole. Nothing is renamed then.
-    """
+    """Removes what kills left, and sets aside damaged checkpoints after the last whole one. Raises UserError, and
+    renames nothing, if there are checkpoints, but none is whole."""
     for leftover in (*directory.glob("step-*.partial"), *directory.glob("step-*.old")):
-        _delete(leftover)
-    damaged: list[tuple[Path, str]] = []
-    for checkpoint in reversed(list_checkpoints(directory)):
-        problem = damage(checkpoint)
-        if problem is None:
-            break
-        damaged.append((checkpoint, problem))
-    else:
-        if damaged:
-            raise UserError(
-                [
-                    *(f"{checkpoint}: damaged: {problem}" for checkpoint, problem in damaged),
-                    f"no checkpoint in {directory} can be resumed: delete the folder to start again, or choose another "
-                    "output_dir",
-                ]
-            )
-    for checkpoint, problem in damaged:
+        shutil.rmtree(leftover)
+    checkpoints, damaged = list_checkpoints(directory), dict[Path, str]()
+    while checkpoints and (problem := damage(checkpoints[-1])):
+        damaged[checkpoints.pop()] = problem
+    if damaged and not checkpoints:
+        problems = [f"{checkpoint}: damaged: {problem}" for checkpoint, problem in damaged.items()]
+        remedy = "delete the folder to start again, or choose another output_dir"
+        raise UserError([*problems, f"no checkpoint in {directory} can be resumed: {remedy}"])
+    for checkpoint, problem in damaged.items():
         aside = checkpoint.with_suffix(".damaged")
-        _delete(aside)
+        shutil.rmtree(aside, ignore_errors=True)
         os.replace(checkpoint, aside)
         print(f"{checkpoint}: damaged: {problem}; set aside as {aside.name}, the one before is used")
 
 
 def read_state(checkpoint: Path, identity: Mapping[str, Any], unknown: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The checkpoint's trainer_state.json.
+    """The checkpoint's trainer_state.json. Raises UserError if another run wrote it, or this process does not see it.
 
     Args:
-        identity: of the run that is to be resumed from it (`train.run.run_identity`).
+        identity: of the run that is to be resumed from it (`run_identity`).
         unknown: beginnings of its keys that are not known yet.
-
-    Raises:
-        UserError: another run wrote it, or this process does not see it.
     """
-    try:
-        state = json.loads((checkpoint / STATE).read_text())
-    except FileNotFoundError:
-        raise UserError(
-            f"{checkpoint}: rank 0 resumes from it, and another process does not see it: output_dir must be one folder "
-            "that all of them see"
-        ) from None
+    if not checkpoint.exists():
+        raise UserError(f"{checkpoint}: rank 0 sees it, another process does not: all must see one output_dir")
+    state = json.loads((checkpoint / STATE).read_text())
     here = json.loads(json.dumps(identity))  # as it was written, with lists for tuples
     different = [
         f"{key}: the checkpoint has {theirs!r}, this run has {mine!r}"
@@ -182,8 +159,54 @@ def read_state(checkpoint: Path, identity: Mapping[str, Any], unknown: tuple[str
         if not key.startswith(unknown)
     ]
     if different:
-        raise UserError(
-            f"{checkpoint} belongs to another run ({'; '.join(different)}); restore these values, or choose another "
-            "output_dir to start again"
-        )
+        remedy = "restore these values, or choose another output_dir to start again"
+        raise UserError(f"{checkpoint} belongs to another run ({'; '.join(different)}); {remedy}")
     return state
+
+
+# What a resumed run must share with the run that wrote its checkpoint.
+
+
+def rows_digest(rows: Sequence[TrainingRow]) -> str:
+    """Identifies rows and their order: their number, and the sha256 of their ids, lengths and inserts."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.id, len(row.input_ids)]).encode() + row.prompt.inserts_digest + b"\n")
+    return f"{len(rows)} rows, sha256 {digest.hexdigest()}"
+
+
+def digests_of(rows: Sequence[TrainingRow], validation_rows: Sequence[TrainingRow]) -> dict[str, str]:
+    return {"training rows": rows_digest(rows), "validation rows": rows_digest(validation_rows)}
+
+
+def run_identity(
+    recipe: Recipe,
+    files: TargetFiles,
+    drafter: DrafterConfig,
+    target: dict[str, Any],
+    processes: int,
+    digests: dict[str, str],
+    states: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Data, order, settings, drafter and target of a run.
+
+    Args:
+        digests: of the rows that are left after all checks. The contents of eval.prompts decide which these are, and
+            may have changed since the checkpoint.
+        states: of `store_identity`.
+    """
+    start = recipe.drafter.init_from
+    settings = {f"train.{key}": value for key, value in recipe.train.model_dump().items() if key not in MAY_CHANGE}
+    return {
+        "target": {key: value for key, value in target.items() if key not in ("model", "revision")},
+        "drafter": drafter.to_dict(),
+        "drafter.init_head": recipe.drafter.init_head,
+        "drafter.init_from": None if start is None else file_digest(current_folder(Path(start)) / "model.safetensors"),
+        "drafter.lora": None if recipe.drafter.lora is None else recipe.drafter.lora.model_dump(),
+        "draft_vocab_sha256": file_digest(recipe.draft_vocab_path),
+        "conversations_sha256": file_digest(recipe.conversations_path),
+        "data.states": states,
+        "data.max_length": longest_row(recipe, files),
+        "left out for asking what is asked in": recipe.eval.prompts if recipe.data.contamination == "remove" else None,
+        "micro-batches a step": processes * recipe.train.gradient_accumulation_steps,
+    } | (digests | settings)

@@ -14,9 +14,8 @@ from draftsmith.models.checkpoint import provenance
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError, collecting_problems
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe, output_problem
-from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.train import ClassifierSection
 
 # Rejected rows for each accepted one; it shifts the scale of the confidence. The paper does not say how many.
@@ -27,7 +26,12 @@ BETAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 def main(command: Command) -> None:
     recipe, section, out = command.recipe, command.recipe.classifier, command.recipe.classifier_dir
-    trees, start = inputs_of(recipe)
+    trees = Trees.read(recipe.classifier_rows_path)
+    start = None if section.init_from is None else C2tClassifier.load(section.init_from)
+    if problem := output_problem(out, folder=True):
+        raise UserError(f"classifier.out: {problem}")
+    if (out / "config.json").exists():
+        read_c2t_config(out)  # a classifier is replaced, a drafter is not
     if command.plan:
         train_on, kept_out = split(trees, section)
         steps = section.epochs * len(epoch_batches(train_on.accepted, section, 1))
@@ -35,7 +39,6 @@ def main(command: Command) -> None:
         plan.line("reads", str(recipe.classifier_rows_path))
         plan.line("trees", f"{len(train_on.sizes):,} to train on, {len(kept_out.sizes):,} for validation", "counted")
         plan.line("steps", f"{steps:,} of {section.batch_size:,} rows, learning rate {rate_of(section):g}", "exact")
-        plan.line("begins with", section.init_from or "random weights")
         plan.writes(out)
         return
     classifier, metrics, best = train_classifier(section, trees, start)
@@ -47,32 +50,6 @@ def main(command: Command) -> None:
     }
     classifier.save(out, beside)
     print(f"{out}: epoch {best['epoch']}, recall {best['recall']:.4f}, positive rate {best['positive_rate']:.4f}")
-    losses = [line["validation_loss"] for line in metrics]
-    if best["recall"] == 0 or losses[-1] < 0.999 * min(losses[:-1], default=0):
-        print("note: the validation loss still falls, or nothing passes yet; classifier.epochs may be too few")
-
-
-def inputs_of(recipe: Recipe) -> tuple[Trees, C2tClassifier | None]:
-    """(the rows, the classifier to calibrate or None).
-
-    Raises:
-        UserError: classifier.rows, classifier.init_from or classifier.out cannot be used; it lists all problems.
-    """
-    section, out = recipe.classifier, recipe.classifier_dir
-    trees, start, problems = None, None, list[str]()
-    with collecting_problems(problems):
-        trees = Trees.read(recipe.classifier_rows_path)
-    if section.init_from is not None:
-        with collecting_problems(problems):
-            start = C2tClassifier.load(section.init_from)
-    if problem := output_problem(out, folder=True):
-        problems.append(f"classifier.out: {problem}")
-    elif (out / "config.json").exists():  # of a classifier, which is replaced, and not of a drafter
-        with collecting_problems(problems, "classifier.out: "):
-            read_c2t_config(out)
-    if problems or trees is None:
-        raise UserError(problems)
-    return trees, start
 
 
 def rate_of(section: ClassifierSection) -> float:
@@ -80,11 +57,8 @@ def rate_of(section: ClassifierSection) -> float:
 
 
 def split(trees: Trees, section: ClassifierSection) -> tuple[Trees, Trees]:
-    """(the trees to train on, those to validate on), drawn by the seed.
-
-    Raises:
-        UserError: one of them has no accepted node, or only accepted ones.
-    """
+    """(the trees to train on, those to validate on), drawn by the seed. Raises UserError if either has no accepted
+    node, or only accepted ones."""
     share = section.share or (0.1 if section.init_from is not None else 1.0)
     order = torch.randperm(len(trees.sizes), generator=torch.Generator().manual_seed(section.seed))
     order = order[: math.ceil(share * len(order))]
@@ -103,25 +77,16 @@ def train_classifier(
     section: ClassifierSection, trees: Trees, start: C2tClassifier | None
 ) -> tuple[C2tClassifier, list[dict[str, Any]], dict[str, Any]]:
     """(the classifier after its best epoch, a line of metrics for each epoch, the best epoch's). Prints the progress.
-
-    Args:
-        start: the classifier to calibrate, whose width it has; None: random weights.
-
-    Raises:
-        UserError: as `split`; or the loss diverges.
-    """
+    Raises UserError as `split`, or if the loss diverges. `start` is to be calibrated; None: random weights."""
     train_on, kept_out = split(trees, section)
     hidden = section.hidden if start is None else start.config.hidden
-    config = C2tConfig(hidden=hidden, drafter=trees.about["drafter"])
     with torch.random.fork_rng():
         torch.manual_seed(section.seed)
-        classifier = C2tClassifier(config)
+        classifier = C2tClassifier(C2tConfig(hidden=hidden, drafter=trees.about["drafter"]))
     if start is not None:
         classifier.load_state_dict(start.state_dict())
-    # With a higher rate Adam itself overflows, with another error; training diverges in any case.
-    optimizer = torch.optim.Adam(classifier.parameters(), lr=min(rate_of(section), 1e30))
+    optimizer = torch.optim.Adam(classifier.parameters(), lr=rate_of(section))
     features, accepted = train_on.features, train_on.accepted
-    print("epoch  rows       train loss  validation loss  recall  positive rate  precision")
     metrics: list[dict[str, Any]] = []
     weights: list[dict[str, torch.Tensor]] = []  # after each epoch
     for epoch in range(1, section.epochs + 1):
@@ -134,13 +99,9 @@ def train_classifier(
             loss_sum, rows = loss_sum + float(losses.detach()) * len(at), rows + len(at)
         line = {"epoch": epoch, "rows": rows, "train_loss": loss_sum / rows, **validate(classifier, kept_out)}
         if not math.isfinite(line["train_loss"] + line["validation_loss"]):
-            raise UserError(
-                f"the loss is not finite after epoch {epoch}; lower classifier.learning_rate ({rate_of(section):g})"
-            )
-        print(
-            f"{epoch:>5}  {rows:>9,}  {line['train_loss']:>10.4f}  {line['validation_loss']:>15.4f}  "
-            f"{line['recall']:>6.4f}  {line['positive_rate']:>13.4f}  {line['precision']:>9.4f}"
-        )
+            raise UserError(f"the loss is not finite after epoch {epoch}; lower classifier.learning_rate")
+        measured = ", ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in [*line.items()][2:])
+        print(f"epoch {epoch:>3}: {rows:,} rows, {measured}")
         metrics.append(line)
         weights.append({name: tensor.clone() for name, tensor in classifier.state_dict().items()})
     best = max(metrics, key=lambda line: (line["recall"], -line["positive_rate"]))
@@ -165,7 +126,7 @@ def epoch_batches(accepted_R: torch.Tensor, section: ClassifierSection, epoch: i
 
 
 def negatives_of(accepted: int, rejected: int) -> int:
-    """How many rejected rows an epoch draws."""
+    """Rejected rows of an epoch."""
     return min(rejected, NEGATIVES * accepted)
 
 
@@ -185,8 +146,5 @@ def rates(confidence_R: torch.Tensor, accepted_R: torch.Tensor, threshold: float
     share of accepted rows among those that pass."""
     passed = confidence_R >= threshold
     hits, count = int((passed & accepted_R).sum()), int(passed.sum())
-    return {
-        "recall": hits / int(accepted_R.sum()),
-        "positive_rate": count / len(passed),
-        "precision": hits / max(1, count),
-    }
+    recall, precision = hits / int(accepted_R.sum()), hits / max(1, count)
+    return {"recall": recall, "positive_rate": count / len(passed), "precision": precision}

@@ -1,17 +1,11 @@
 """Train the drafter of a recipe, whatever its kind.
 
     draftsmith train recipes/demo.yaml
-    draftsmith train recipes/demo.yaml output_dir=runs/try train.max_steps=20 train.warmup_steps=2    # try it
     draftsmith train my.yaml --processes 8                # as torchrun --nproc_per_node 8 would start it
-    draftsmith train recipes/demo.yaml --plan             # what it would do
 
 Each GPU of this machine gets a process; --processes 1 uses one. The scripts `train/eagle3.py`, `train/eagle.py`,
 `train/poss.py` and `train/vispec.py` do the same under any launcher (accelerate launch, torchrun); their --help
 explains the variants of each kind of drafter.
-
-Reads <output_dir>/conversations.jsonl (draftsmith regenerate) and <output_dir>/draft_vocab.safetensors (draftsmith
-rank-vocab). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it resumes from the last whole
-checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill does no harm.
 """
 
 import os
@@ -24,11 +18,13 @@ from draftsmith.recipes.command.launch import check_all_started, rank, world_siz
 from draftsmith.recipes.command.stages import print_next
 from draftsmith.recipes.errors import UserError
 
-# The end of every kind's --help.
+# The end of every --help.
 FILES = """
 Reads <output_dir>/conversations.jsonl (draftsmith regenerate) and <output_dir>/draft_vocab.safetensors (draftsmith
 rank-vocab). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. When started again, it resumes from the last
-whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill damages nothing.
+whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill damages nothing. Give the
+commands that write these files the same overrides of output_dir and drafter. For a try: output_dir=runs/try
+train.max_steps=20 train.warmup_steps=2; --plan prints what a run would take.
 """
 
 
@@ -41,11 +37,12 @@ def main() -> None:
             "--processes", type=_count, metavar="N", help="processes on this machine; default: one for each GPU, or one"
         )
 
-    command = parse_command(__doc__, extra=options)
-    if not command.plan:
-        _check_inputs(command)
+    command = parse_command(f"{__doc__}{FILES}", extra=options)
+    _check_inputs(command)
     if world_size() == 1:
-        command.processes = command.processes or _devices()
+        import torch
+
+        command.processes = command.processes or max(1, torch.accelerator.device_count())
         if command.processes > 1 and not command.plan:
             launch(command, command.processes)
     train_drafter(command)
@@ -61,38 +58,25 @@ def launch(command: Command, processes: int) -> None:
 
 
 def train_kind(doc: str | None, kind: str) -> None:
-    """Trains the drafter of the recipe on the command line of a script.
-
-    Args:
-        doc: the script's docstring, its `--help`, which FILES ends.
-        kind: kind of drafter that the script trains.
-    """
+    """Trains the drafter of the recipe on the command line of a script for this kind, whose docstring is its --help."""
     command = parse_command(f"{doc}{FILES}", extra=_options)
-    if command.recipe.drafter.kind != kind:
-        other = command.recipe.drafter.kind
+    if (other := command.recipe.drafter.kind) != kind:
         raise UserError(f"drafter.kind: {other}; `draftsmith train` (or train/{other}.py) trains it")
-    if not command.plan:
-        _check_inputs(command)
+    _check_inputs(command)
     train_drafter(command)
 
 
 def train_drafter(command: Command) -> None:
     from draftsmith.train.run import trainer
 
-    finished = trainer.main(command)
-    if finished and rank() == 0:
+    if trainer.main(command) and rank() == 0:
         print_next(command, "train")
 
 
 def _check_inputs(command: Command) -> None:
-    check_all_started()
-    require_files(made_by("regenerate", command.recipe), made_by("rank-vocab", command.recipe))
-
-
-def _devices() -> int:
-    import torch
-
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 1
+    if not command.plan:
+        check_all_started()
+        require_files(made_by("regenerate", command.recipe), made_by("rank-vocab", command.recipe))
 
 
 def _options(parser: ArgumentParser) -> None:

@@ -16,18 +16,16 @@ resumed under another.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train.loss.unroll import TrainingTimeTest
 from draftsmith.train.run.settings import uses_bf16
@@ -36,10 +34,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 WEIGHTS_FILE, MOMENTS_FILE = "model.safetensors", "optimizer.safetensors"
 
 
-@dataclass(frozen=True)
-class Step:
-    """The result of an optimiser step."""
-
+class Step(NamedTuple):
     grad_norm: float  # before clipping
     taken: bool  # False: the gradient was not finite, and nothing was changed
 
@@ -48,25 +43,26 @@ class Engine:
     """The trainee and its optimiser. Call `start` once before training.
 
     Attributes:
+        alone: the trainee without the wrapper for many processes, which `trainee` is.
+        zero: ZeRO's stage.
         bf16: whether products are in bfloat16.
     """
 
     def __init__(self, accelerator: Accelerator, trainee: TrainingTimeTest, section: TrainSection):
         self.accelerator, self.section, self.bf16 = accelerator, section, uses_bf16(section)
-        self.alone = trainee  # without a wrapper for many processes
-        self.zero = 0  # ZeRO's stage
+        self.alone, self.zero = trainee, 0
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             plugin: Any = accelerator.state.deepspeed_plugin
             self.zero = plugin.zero_stage
-        self.names = [name for name, p in trainee.named_parameters() if p.requires_grad]
         trainee.bf16, trainee.caches_casts = self.bf16, self.zero < 3
-        self.shapes = {name: tuple(p.shape) for name, p in trainee.named_parameters()}
         self.blueprint = _without_weights(trainee) if self.zero == 3 else None
 
-    def start(self) -> None:
-        """Makes the optimiser, and copies or shards the weights as they are now."""
+    def start(self, checkpoint: Path | None = None) -> None:
+        """Makes the optimiser, and copies or shards the weights: those of a checkpoint, or as they are now."""
         section = self.section
-        parameters = [p for p in self.alone.parameters() if p.requires_grad]
+        if checkpoint is not None:
+            self.load_weights(checkpoint, self.alone)
+        parameters = list(self._parameters.values())
         if self.zero:
             self._size_buckets(sum(p.numel() for p in parameters))
         optimizer = torch.optim.AdamW(
@@ -78,19 +74,18 @@ class Engine:
             fused=not self.zero and self.accelerator.device.type in ("cpu", "cuda"),
         )
         self.trainee, self.optimizer = self.accelerator.prepare(self.alone, optimizer)
+        if checkpoint is not None:
+            self._load_moments(checkpoint)
 
     def _size_buckets(self, count: int) -> None:
         """Shrinks DeepSpeed's buckets, which are made for models of billions, to the number of parameters."""
         plugin: Any = self.accelerator.state.deepspeed_plugin
         zero = plugin.deepspeed_config["zero_optimization"]
-        sizes = {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
-        if self.zero == 3:
-            sizes = {"reduce_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 50_000_000}
-            if zero.get("stage3_param_persistence_threshold") == "auto":
-                zero["stage3_param_persistence_threshold"] = 100_000
-        for key, usual in sizes.items():
+        usual = {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
+        usual |= {"stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000}
+        for key, size in usual.items():
             if zero.get(key, "auto") == "auto":
-                zero[key] = min(usual, count)
+                zero[key] = min(size, count)
 
     @property
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -104,11 +99,8 @@ class Engine:
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.bf16)
 
     def accumulating(self, last: bool) -> Any:
-        """For the forward and backward pass of one micro-batch.
-
-        Args:
-            last: whether it is the last one of this optimiser step, after which ranks add their gradients up.
-        """
+        """For the forward and backward pass of one micro-batch. After the `last` one of an optimiser step ranks add
+        their gradients up."""
         if self.zero:
             self.trainee.set_gradient_accumulation_boundary(last)
             return nullcontext()
@@ -126,13 +118,10 @@ class Engine:
         """Clips and updates. If the gradient is not finite, nothing changes. The result is the same on all ranks."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        return self._zero_step() if self.zero else self._plain_step()
-
-    def _plain_step(self) -> Step:
+        if self.zero:
+            return self._zero_step()
         parameters, limit = list(self._parameters.values()), self.section.max_grad_norm
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        found = norm.item()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         taken = bool(torch.isfinite(norm))
         if taken:
             if self.section.clip == "norm":
@@ -141,7 +130,7 @@ class Engine:
                 torch.nn.utils.clip_grad_value_(parameters, limit)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return Step(found, taken)
+        return Step(norm.item(), taken)
 
     def _zero_step(self) -> Step:
         """DeepSpeed clips by the norm and skips gradients that are not finite. Clipping by value happens here, on the
@@ -196,38 +185,29 @@ class Engine:
 
     def save(self, directory: Path) -> None:
         """Writes whole weights and moments from rank 0; all ranks call it."""
-        weights, moments = self._state()
+        weights: dict[str, torch.Tensor] = {}
+        moments: dict[str, torch.Tensor] = {"step": torch.zeros(())}
+        for name, parameter in self._parameters.items():
+            whole = self._tensors_of(parameter)
+            if self.accelerator.is_main_process:
+                weights[name], *its_moments = (tensor.detach().cpu().contiguous() for tensor in whole)
+                moments |= {f"{key}.{name}": tensor for key, tensor in zip(MOMENTS, its_moments, strict=True)}
+        for state in self._adam_states():
+            step = state.get("step", moments["step"])
+            moments["step"] = torch.as_tensor(step, dtype=torch.float32).detach().cpu().reshape(())
         if self.accelerator.is_main_process:
             directory.mkdir(parents=True, exist_ok=True)
             save_file(weights, directory / WEIGHTS_FILE)
             save_file(moments, directory / MOMENTS_FILE)
 
-    def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Weights and moments by name, on the CPU of rank 0; empty on other ranks."""
-        weights: dict[str, torch.Tensor] = {}
-        moments: dict[str, torch.Tensor] = {}
-        main = self.accelerator.is_main_process
-        step = torch.zeros(())
-        for name, parameter in self._parameters.items():
-            found = dict(zip((None, *MOMENTS), self._tensors_of(parameter), strict=True))
-            if main:
-                whole = {key: tensor.detach().cpu().contiguous() for key, tensor in found.items()}
-                weights[name] = whole.pop(None)
-                moments |= {f"{key}.{name}": tensor for key, tensor in whole.items()}
-        for state in self._adam_states():
-            step = state.get("step", step)
-        moments["step"] = torch.as_tensor(step, dtype=torch.float32).detach().cpu().reshape(())
-        return weights, moments
-
     def _tensors_of(self, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
         """The whole parameter and its whole moments. Under ZeRO all ranks ask for the same parameter together."""
-        whole: Any
         if not self.zero:
             state = self.optimizer.state.get(parameter, {})
             return [parameter, *(state.get(key, torch.zeros_like(parameter)) for key in MOMENTS)]
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        whole = safe_get_full_fp32_param(parameter)
+        whole: Any = safe_get_full_fp32_param(parameter)
         moments: Any = [torch.zeros_like(whole) for _ in MOMENTS]
         if any(self._adam_states()):  # a step was taken
             moments = [safe_get_full_optimizer_state(parameter, key) for key in MOMENTS]
@@ -237,17 +217,12 @@ class Engine:
         optimizer: Any = self.trainee.optimizer.optimizer if self.zero else self.optimizer
         return list(optimizer.state.values())
 
-    def load_weights(self, directory: Path, trainee: TrainingTimeTest | None = None) -> None:
-        """Loads into a trainee from `whole`; None: into this engine's own, before `start`."""
-        tensors = load_file(directory / WEIGHTS_FILE)
-        self._check(directory / WEIGHTS_FILE, tensors, {name: self.shapes[name] for name in self.names})
-        (self.alone if trainee is None else trainee).load_state_dict(tensors, strict=False)
+    def load_weights(self, checkpoint: Path, trainee: TrainingTimeTest) -> None:
+        """Loads whole weights into a trainee that has them whole."""
+        trainee.load_state_dict(load_file(checkpoint / WEIGHTS_FILE), strict=False)
 
-    def load_moments(self, directory: Path) -> None:
-        """Call it after `start`."""
-        tensors = load_file(directory / MOMENTS_FILE)
-        wanted = {f"{key}.{name}": self.shapes[name] for name in self.names for key in MOMENTS}
-        self._check(directory / MOMENTS_FILE, tensors, wanted | {"step": ()})
+    def _load_moments(self, checkpoint: Path) -> None:
+        tensors = load_file(checkpoint / MOMENTS_FILE)
         step = tensors["step"]
         if not step:
             return  # no step was taken: AdamW makes its moments in the first one
@@ -281,17 +256,6 @@ class Engine:
         share = -(-value.numel() // ranks)
         padded = torch.nn.functional.pad(value.flatten(), (0, share * ranks - value.numel()))
         safe_set_local_optimizer_state(parameter, padded[rank * share : (rank + 1) * share], key)
-
-    @staticmethod
-    def _check(path: Path, tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises UserError if names or shapes differ."""
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        if different := sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name)):
-            name = different[0]
-            raise UserError(
-                f"{path}: belongs to another run: {len(different)} tensors differ; the first, {name}, has shape "
-                f"{found.get(name)} there and {wanted.get(name)} here"
-            )
 
 
 def _without_weights(trainee: TrainingTimeTest) -> TrainingTimeTest:

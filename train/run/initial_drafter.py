@@ -20,15 +20,8 @@ from draftsmith.train.run.lora import add_lora
 def new_drafter(
     section: DrafterSection, shape: DrafterConfig, vocab: DraftVocab, target: Target, identity: dict[str, Any]
 ) -> Drafter:
-    """A drafter with the weights that training starts from, on the CPU.
-
-    Args:
-        identity: the target's.
-
-    Raises:
-        UserError: drafter.init_from was trained for another target or has another shape, or drafter.lora.modules names
-            layers that it has not.
-    """
+    """A drafter with the weights that training starts from, on the CPU. Raises UserError as `check_start` and
+    `add_lora`."""
     drafter = build_drafter(shape, vocab, target.frozen_head)
     if section.init_head != "random" and isinstance(drafter, Eagle3Drafter):
         with torch.no_grad():
@@ -42,14 +35,9 @@ def new_drafter(
 
 def start_from(directory: Path, drafter: Drafter, identity: dict[str, Any]) -> None:
     """Copies the weights of a trained drafter: one of the same shape, a single layer into all specialists, a
-    text drafter under a new vision adaptor, or both.
-
-    Raises:
-        UserError: see `check_start`.
-    """
+    text drafter under a new vision adaptor, or both. Raises UserError as `check_start`."""
     given = check_start(directory, drafter.config, drafter.vocab, identity)
-    tensors = read_weights(directory)
-    drafter.load_state_dict(drafter.adapted(tensors, given))
+    drafter.load_state_dict(drafter.adapted(read_weights(directory), given))
 
 
 def check_start(
@@ -59,16 +47,11 @@ def check_start(
     identity: dict[str, Any],
     unknown: Sequence[str] = (),
 ) -> DrafterConfig:
-    """The shape of the drafter in `directory`, checked: a drafter of `shape` can start from its weights.
-
-    Args:
-        vocab: None: not known yet.
-        identity: the target's, as far as it is known.
-        unknown: fields of `shape` that are not known yet.
+    """The shape of the drafter in `directory`, checked: a drafter of `shape` can start from its weights. `vocab`, parts
+    of the target's `identity`, and the `unknown` fields of `shape` may not be known yet.
 
     Raises:
-        UserError: the drafter is missing, or differs in target, kind, shape or draft vocabulary; the message names the
-            differences.
+        UserError: the drafter is missing, or differs in target, kind, shape or draft vocabulary.
     """
     try:
         given, trained_for = read_drafter_config(directory)
@@ -81,18 +64,11 @@ def check_start(
         wants = {key: value for key, value in wants.items() if key in has}
     else:
         also = f", which may also start from a single {shape.base}" * (shape.base is not None)
-        raise UserError(
-            f"drafter.init_from: {directory} is a drafter of kind {kind_text(given)}, the recipe asks for "
-            f"{kind_text(shape)}{also}"
-        )
-    if different := [
-        f"{key} is {has.get(key)!r} there, {value!r} here"
-        for key, value in wants.items()
-        if key not in unknown and has.get(key) != value
-    ]:
-        raise UserError(
-            f"drafter.init_from: {directory} has another shape: {'; '.join(different)}; ask for the same shape"
-        )
+        kinds = f"is a drafter of kind {kind_text(given)}, the recipe asks for {kind_text(shape)}"
+        raise UserError(f"drafter.init_from: {directory} {kinds}{also}")
+    different = [key for key in wants if key not in unknown and has.get(key) != wants[key]]
+    if told := "; ".join(f"{key} is {has.get(key)!r} there, {wants[key]!r} here" for key in different):
+        raise UserError(f"drafter.init_from: {directory} has another shape: {told}; ask for the same shape")
     if vocab is not None and not its_vocab.same_as(vocab.to(its_vocab.target_ids.device)):
         raise UserError(
             f"drafter.init_from: {directory} has another draft vocabulary than draft_vocab.safetensors of this run; "

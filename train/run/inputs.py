@@ -11,7 +11,6 @@ from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, load_metadata
-from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.held_out import validation_rank
@@ -23,27 +22,16 @@ from draftsmith.train.run.state_sources import store_of
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads before any weights are loaded.
-
-    Attributes:
-        shape: the drafter's, as far as it is known without the target's weights.
-        store: of the target's states; None: the target computes them.
-    """
-
     files: TargetFiles
     rows: list[TrainingRow]
     validation_rows: list[TrainingRow]
-    shape: DrafterConfig
+    shape: DrafterConfig  # the drafter's, as far as it is known without the target's weights
     vocab: DraftVocab
-    store: Store | None
+    store: Store | None  # of the target's states; None: the target computes them
 
 
 def read_inputs(recipe: Recipe, files: TargetFiles) -> Inputs:
-    """All ranks read; rank 0 records and prints rejects.
-
-    Raises:
-        UserError: something is missing, or does not fit the recipe.
-    """
+    """All ranks read; rank 0 records and prints rejects. Raises UserError if something does not fit the recipe."""
     rejects = Rejects(recipe.training_rejects_path if rank() == 0 else None)
     rows, validation_rows = read_rows(recipe, files, rejects)
     if rejects.total and rank() == 0:
@@ -70,37 +58,27 @@ def read_rows(recipe: Recipe, files: TargetFiles, rejects: Rejects) -> tuple[lis
 
 
 def read_run_vocab(recipe: Recipe, files: TargetFiles) -> DraftVocab:
-    """The run's draft vocabulary, checked against the recipe and the target.
-
-    Raises:
-        UserError: it is missing, or made for another target, tokenizer or drafter.vocab_size.
-    """
-    require_files(made_by("rank-vocab", recipe))
+    """Raises UserError if it is missing, or made for another target, tokenizer or drafter.vocab_size."""
     path, fingerprint, target_vocab_size = recipe.draft_vocab_path, files.fingerprint, files.text_config.vocab_size
     vocab = DraftVocab.load(path)
     made_with = load_metadata(path).get("tokenizer_fingerprint", fingerprint)
     wanted = recipe.drafter.vocab_size or target_vocab_size
-    problems = []
-    if vocab.target_vocab_size != target_vocab_size:
-        problems.append(f"it is for a target of {vocab.target_vocab_size} tokens, this one has {target_vocab_size}")
-    if made_with != fingerprint:
-        problems.append(
-            f"its tokenizer has fingerprint {made_with[:16]}, the target's has {fingerprint[:16]} "
-            f"(a fingerprint covers {FINGERPRINT_COVERS})"
-        )
-    if vocab.size != wanted:
-        problems.append(f"it holds {vocab.size} draft tokens, drafter.vocab_size asks for {wanted}")
-    if problems:
-        raise UserError(f"{path}: {'; '.join(problems)}; run `draftsmith rank-vocab` with this recipe")
+    differences = {
+        f"it is for a target of {vocab.target_vocab_size} tokens, this one has {target_vocab_size}": (
+            vocab.target_vocab_size != target_vocab_size
+        ),
+        f"its tokenizer has fingerprint {made_with[:16]}, the target's has {fingerprint[:16]} (a fingerprint covers "
+        f"{FINGERPRINT_COVERS})": made_with != fingerprint,
+        f"it holds {vocab.size} draft tokens, drafter.vocab_size asks for {wanted}": vocab.size != wanted,
+    }
+    if problems := "; ".join(difference for difference, applies in differences.items() if applies):
+        raise UserError(f"{path}: {problems}; run `draftsmith rank-vocab` with this recipe")
     return vocab
 
 
 def check_start_of_recipe(recipe: Recipe, files: TargetFiles, shape: DrafterConfig, vocab: DraftVocab | None) -> None:
-    """Raises UserError if training cannot start from drafter.init_from, as far as that can be told without weights.
-
-    Args:
-        vocab: None: there is none yet.
-    """
+    """Raises UserError if training cannot start from drafter.init_from, as far as that is known without weights, and
+    perhaps without a `vocab`."""
     if recipe.drafter.init_from is not None and not yet_to_import(recipe, recipe.drafter.init_from):
         unknown = ("embedding_scale", *["draft_vocab_size"] * (vocab is None))
         check_start(Path(recipe.drafter.init_from), shape, vocab, files.identity, unknown)

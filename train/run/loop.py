@@ -5,9 +5,9 @@ so splitting a batch differently changes no gradient. A step is a function of (w
 run that is resumed from a checkpoint therefore continues bit for bit, on one process and on two.
 """
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -24,14 +24,14 @@ from draftsmith.models.target import Target
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import sync_to_disk
+from draftsmith.recipes.schema import Recipe
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, add_noise, teacher_of
 from draftsmith.train.measure.metrics_line import COUNTED, Tally, ThroughputMeter, counted_by_all
+from draftsmith.train.measure.step_profile import tracer
 from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
 from draftsmith.train.run.checkpoints import (
-    STATE,
     best_of,
     checkpoint_path,
-    damage,
     disk_errors_as_user_errors,
     keep_last,
     list_checkpoints,
@@ -41,11 +41,11 @@ from draftsmith.train.run.checkpoints import (
     step_of,
 )
 from draftsmith.train.run.engine import Engine
-from draftsmith.train.run.metrics_log import MetricsLog
+from draftsmith.train.run.inputs import Inputs
 from draftsmith.train.run.processes import StopRequest, failing_together
+from draftsmith.train.run.run_log import MetricsLog, Trackers
 from draftsmith.train.run.schedule import Schedule
 from draftsmith.train.run.state_sources import OnlineStates, StateSource
-from draftsmith.train.run.trackers import Trackers, new_run
 from draftsmith.train.run.validation_replay import ValidationReplay, replay_metrics
 
 LOSS_IS_NOT_FINITE = "its loss is not finite"
@@ -53,56 +53,49 @@ LOSS_IS_NOT_FINITE = "its loss is not finite"
 BEST_BY = {"simulated_tau": "validation_simulated_tau", "replay_tau": "replay_tau"}
 
 
-def bar_text(line: Mapping[str, Any]) -> str:
-    """The progress bar's text for a line of metrics."""
-    words = [f"loss {line['loss']:.3f}, tau {line['simulated_tau']:.2f}"] if "loss" in line else []
-    words += [f"{line['tokens_per_second']:,} tok/s", f"{line['columns_per_second']:,} col/s"]
-    words += [f"{line['data_wait']:.0%} waiting", f"{line['memory_gib']:.1f} GiB"]
-    words += [f"MFU {line['mfu']:.0%}"] if "mfu" in line else []
-    return ", ".join(words)
+def first_five(names: Sequence[str], joint: str = ", ") -> str:
+    return joint.join(names[:5]) + f"{joint}and {len(names) - 5} more" * (len(names) > 5)
 
 
 @dataclass
 class Loop:
-    """One run of training. It writes to `checkpoints` and `metrics_path` only.
+    """One run of training. It writes to the recipe's checkpoints, metrics.jsonl, profile and trackers only.
 
     Attributes:
-        states: source of the target's states; it numbers rows as `_batch` does.
-        identity: properties that a resumed run must share (data, order, drafter, target). Differences are printed
-            when a checkpoint is refused.
+        identity: what a resumed run must share (`train.run.checkpoints.run_identity`).
         replay: answers along which acceptance is measured at every checkpoint; None: it is not.
-        trackers: are given every line that is logged.
         peak_tokens_per_second: of one device at its peak, for the model FLOPs utilisation (MFU); None: no MFU.
-        profile: traces the first steps, given the first and the last number (`train.measure.step_profile.tracer`).
+        profile_steps: first steps to trace; None: none.
+        target_identity: the target's identity and layout, for the drafter's config.json.
         skipped: steps with a gradient that was not finite.
         name: of the run, by which trackers find it again.
     """
 
+    recipe: Recipe
+    inputs: Inputs
     engine: Engine
     target: Target
     states: StateSource
-    rows: Sequence[TrainingRow]
-    validation_rows: Sequence[TrainingRow]
-    schedule: Schedule
-    checkpoints: Path
-    metrics_path: Path
     identity: dict[str, Any]
-    replay: ValidationReplay | None = None
-    trackers: Trackers | None = None
-    peak_tokens_per_second: float | None = None
-    profile: Callable[[int, int], torch.profiler.profile] | None = None
+    replay: ValidationReplay | None
+    peak_tokens_per_second: float | None
+    profile_steps: int | None
+    target_identity: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self.accelerator, self.metrics = self.engine.accelerator, MetricsLog(self.metrics_path)
-        drafter, self.section = self.engine.alone.drafter, self.schedule.section
-        self.vocab, self.drafter_dtype, self.unroll_steps = drafter.vocab, drafter.dtype, self.engine.alone.steps
+        self.accelerator, self.section = self.engine.accelerator, self.recipe.train
+        self.rows, self.validation_rows = self.inputs.rows, self.inputs.validation_rows
+        self.checkpoints, self.metrics = self.recipe.checkpoints_dir, MetricsLog(self.recipe.metrics_path)
+        self.schedule = Schedule(self.section, len(self.rows), self.accelerator.num_processes)
+        drafter, self.unroll_steps = self.engine.alone.drafter, self.engine.alone.steps
+        self.vocab, self.drafter_dtype = drafter.vocab, drafter.dtype
         lengths = [len(row.input_ids) for row in self.rows]
         self.order = self.states.ordered(BatchOrder(lengths, self.section.batch_size, self.section.seed))
         self.window = Tally.empty(self.unroll_steps, self.accelerator.device)  # since the last logged step
         peak = self.peak_tokens_per_second
         self.meter = ThroughputMeter(self.accelerator.device, peak and peak * self.schedule.ranks)
-        self.skipped, self.name = 0, new_run()
-        self.stop_request = StopRequest()
+        self.skipped, self.name = 0, uuid.uuid4().hex[:8]
+        self.trackers, self.stop_request = Trackers(self.recipe), StopRequest()
 
     def run(self) -> bool:
         """Trains from the last checkpoint (or from the start) to the last step.
@@ -115,73 +108,61 @@ class Loop:
             KeyboardInterrupt: Ctrl-C; its message says where the next start will resume.
         """
         first = self._resume()
-        total, quiet = self.schedule.steps, not self.accelerator.is_main_process
-        progress = Bar(total=total, initial=first, unit="step", desc="train", disable=quiet, smoothing=0.1)
-        tracing = nullcontext() if self.profile is None or first >= total else self.profile(first, total)
+        total, main = self.schedule.steps, self.accelerator.is_main_process
+        progress = Bar(total=total, initial=first, unit="step", desc="train", disable=not main, smoothing=0.1)
+        tracing: Any = nullcontext()
+        if self.profile_steps and first < total:
+            folder, rank = Path(self.recipe.output_dir) / "profile", self.accelerator.process_index
+            tracing = tracer(self.profile_steps, folder, rank, self.accelerator.print, first, total)
         try:
             # The bar is always closed: the next message needs its own line.
-            with tracing as tracer, self.stop_request, progress:
-                return self._run(first, progress, tracer)
+            with tracing as trace, self.stop_request, progress:
+                return self._run(first, progress, trace)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(self._interrupted_after(progress.n)) from None
+            where = "no checkpoint yet: the same command starts again"
+            if saved := list_checkpoints(self.checkpoints):
+                where = f"the same command resumes from step {step_of(saved[-1]):,} ({saved[-1]})"
+            raise KeyboardInterrupt(f"interrupted after step {progress.n:,}; {where}") from None
         finally:
-            if self.trackers is not None:
-                self.trackers.finish()
+            self.trackers.finish()
 
-    def _interrupted_after(self, done: int) -> str:
-        """The message of Ctrl-C after `done` steps: where the next start will resume."""
-        if saved := list_checkpoints(self.checkpoints):
-            resumption = f"the same command resumes from step {step_of(saved[-1]):,} ({saved[-1]})"
-        else:
-            first = min(self.section.save_every_steps, self.schedule.steps)
-            resumption = f"no checkpoint yet (the first one comes at step {first:,}): the same command starts again"
-        return f"interrupted after step {done:,}; {resumption}"
-
-    def _run(self, first: int, progress: Bar, tracer: torch.profiler.profile | None) -> bool:
+    def _run(self, first: int, progress: Bar, trace: torch.profiler.profile | None) -> bool:
+        section = self.section
         self.meter.start(counted_by_all(self.window.of_ranks()))
-        for step in range(first, self.schedule.steps):
-            waiting: dict[str, Any] | None = None  # a line to be logged after the checkpoint, with replay's numbers
-            grad_norm, lr, stop = self._step(step)
-            done = step + 1
-            if tracer is not None:
-                tracer.step()
-            self.meter.step()
+        for done in range(first + 1, self.schedule.steps + 1):
+            grad_norm, lr, stop = self._step(done - 1)
+            if trace is not None:
+                trace.step()
+            self.meter.steps += 1
             progress.update()
             last = done == self.schedule.steps
-            save = done % self.section.save_every_steps == 0 or last
-            due = done % self.section.validate_every_steps == 0 or last
-            due |= save and self.section.keep_best == "simulated_tau"
-            validate = bool(self.validation_rows) and due
-            replay = self.replay is not None and save
-            log = done % self.section.log_every_steps == 0 or validate or replay or last
-            if log:
+            save = last or done % section.save_every_steps == 0
+            due = last or done % section.validate_every_steps == 0 or (save and section.keep_best == "simulated_tau")
+            validate, replay = bool(self.validation_rows) and due, self.replay is not None and save
+            if last or validate or replay or done % section.log_every_steps == 0:
                 line = self.window.over_ranks(self.accelerator)
                 speed = self.meter.read({key: line.pop(key) for key in COUNTED}, self.schedule.steps - done)
                 line = {"step": done, **line, "lr": lr, "skipped_steps": self.skipped, **speed}
                 line["grad_norm"] = grad_norm if math.isfinite(grad_norm) else None  # JSON has no NaN
-                progress.set_postfix_str(bar_text(line))
+                text = f"loss {line['loss']:.3f}, tau {line['simulated_tau']:.2f}, " if "loss" in line else ""
+                text += f"{line['tokens_per_second']:,} tok/s, {line['data_wait']:.0%} waiting"
+                progress.set_postfix_str(text)
                 if validate:
                     line |= {f"validation_{k}": v for k, v in self.validate().items() if k not in COUNTED}
                 if replay:
-                    waiting = line
-                else:
-                    self._log(line)
+                    line |= self.replayed()
+                if self.accelerator.is_main_process:
+                    self.trackers.log(line)
+                    self.metrics.append(line)
                 self.window = Tally.empty(self.unroll_steps, self.accelerator.device)
                 self.meter.start()
-            stop = stop and not last
             if save or stop:
-                self.meter.start(self._save(done, waiting))
-            if stop:  # without replay, which takes long; the next start makes up for it
+                self.meter.start(self._save(done))
+            if stop and not last:
                 progress.close()
-                text = f"SIGTERM: stopped after step {done:,}, which is saved; the same command resumes from there"
-                self.accelerator.print(text)
+                said = f"SIGTERM: stopped after step {done:,}, which is saved; the same command resumes from there"
+                self.accelerator.print(said)
                 return False
-            if waiting is not None:
-                self._log(waiting | self.replayed())
-                self.meter.start()
-        progress.close()
-        if self.accelerator.is_main_process and self.section.keep_best is not None:
-            self._keep(check=True)  # the last checkpoint was replayed after it was saved
         return True
 
     def _step(self, step: int) -> tuple[float, float, bool]:
@@ -207,7 +188,7 @@ class Loop:
                 with record_function("backward"):
                     engine.backward(sums.loss * (counts[i] / summed.clamp(min=1)))
             if counts[i]:
-                tally.add(sums, batch.tokens)
+                tally.add(sums, len(batch.tokens_at))
         lr = self.schedule.learning_rate(step)
         with record_function("optimizer"):
             done = engine.step(lr)
@@ -221,15 +202,11 @@ class Loop:
 
     def _draws(self, number: int, rows: Sequence[int]) -> list[str]:
         """Names of the random numbers of each row of a micro-batch: the same in every run, on every rank."""
-        epoch = number // self.order.batches_per_epoch
-        return [f"{self.section.seed}/{epoch}/{row}" for row in rows]
+        return [f"{self.section.seed}/{number // self.order.batches_per_epoch}/{row}" for row in rows]
 
     def _report_skipped(self, step: int, numbers: Sequence[int], chosen: Sequence[Sequence[int]]) -> None:
-        """Names the rows that made a step's gradient not finite; all ranks call it.
-
-        Raises:
-            UserError: training has diverged, or more than train.max_skipped_steps steps were skipped.
-        """
+        """Names the rows that made a step's gradient not finite; all ranks call it. Raises UserError if training has
+        diverged, or more than train.max_skipped_steps steps were skipped."""
         with self.engine.whole() as trainee, self.target.uneven_passes():
             found = [
                 (self.rows[row].id, self._problem_of(trainee, row, self._draws(number, [row])))
@@ -237,12 +214,9 @@ class Loop:
                 for row in rows
             ]
         everywhere = list(dict.fromkeys(gather_object(found)))
-        rows = [f"{id_}: {problem}" for id_, problem in everywhere if problem]
-        told = "; ".join(rows[:5]) + f"; and {len(rows) - 5} more" * (len(rows) > 5)
+        told = first_five([f"{id_}: {problem}" for id_, problem in everywhere if problem], "; ")
         told = told or "no row alone gives such a number: their sum overflows"
-        remedy = (
-            f"lower train.learning_rate or lengthen train.warmup_steps; {self.checkpoints} holds the last good state"
-        )
+        remedy = f"lower train.learning_rate or lengthen train.warmup_steps; {self.checkpoints} has the last good state"
         if len(everywhere) > 1 and all(problem == LOSS_IS_NOT_FINITE for _, problem in everywhere):
             raise UserError(f"step {step + 1}: the loss of every row is NaN or inf, training has diverged: {remedy}")
         self.skipped += 1
@@ -263,6 +237,15 @@ class Loop:
         with torch.no_grad():
             sums = self._forward(trainee, batch, columns, draws)
         return None if bool(torch.isfinite(sums.loss)) else LOSS_IS_NOT_FINITE
+
+    def _batch(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> tuple[MicroBatch, Columns]:
+        """A micro-batch, and the columns of its `one_row`. Runs of columns are found before the columns go to the
+        device: reading them there would wait for it."""
+        first = 0 if rows is self.rows else len(self.rows)  # validation rows are numbered behind training rows
+        batch = collate([rows[i] for i in indices], self.section.packing, [first + i for i in indices])
+        columns = columns_of(batch.one_row.span, self.unroll_steps)
+        columns = replace(columns, known_runs=tuple(columns.runs(batch.one_row.documents)))
+        return batch.to(self.accelerator.device), columns.to(self.accelerator.device)
 
     def _forward(
         self, trainee: torch.nn.Module, batch: MicroBatch, columns: Columns, draws: Sequence[str] | None = None
@@ -289,35 +272,26 @@ class Loop:
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """Loss, accuracy per step and simulated tau on the validation rows, which the ranks share.
-
-        Names and leaves out rows with a loss that is not finite; `left_out`, if there, counts them.
-        """
+        """Loss, accuracy per step and simulated tau on the validation rows, which the ranks share. Names and leaves out
+        rows with a loss that is not finite; `left_out`, if there, counts them."""
         tally, left_out = Tally.empty(self.unroll_steps, self.accelerator.device), []
-        size, ranks, rows = self.section.batch_size, self.schedule.ranks, self.validation_rows
+        size, rows = self.section.batch_size, range(len(self.validation_rows))
+        mine = [rows[i : i + size] for i in rows[self.accelerator.process_index * size :: size * self.schedule.ranks]]
         # Ranks may have unequal shares: no collectives in here.
         with self.engine.whole() as trainee, self.target.uneven_passes():
-            for start in range(self.accelerator.process_index * size, len(rows), size * ranks):
-                together = list(range(start, min(start + size, len(rows))))
-                sums = self._validated(trainee, together)
+            for together in mine:
+                sums = self._forward(trainee, *self._batch(self.validation_rows, together))
                 if bool(torch.isfinite(sums.loss)):
                     tally.add(sums)
-                    continue
-                for row in together:
-                    sums = self._validated(trainee, [row])
-                    if bool(torch.isfinite(sums.loss)):
-                        tally.add(sums)
-                    else:
-                        left_out.append(rows[row].id)
+                elif len(together) > 1:
+                    mine += [range(row, row + 1) for row in together]  # one by one, after all others
+                else:
+                    left_out.append(self.validation_rows[together[0]].id)
         found = tally.over_ranks(self.accelerator)
         if left_out := gather_object(left_out):
-            told = ", ".join(left_out[:5]) + f" and {len(left_out) - 5} more" * (len(left_out) > 5)
-            self.accelerator.print(f"validation without {told}: {LOSS_IS_NOT_FINITE}")
+            self.accelerator.print(f"validation without {first_five(left_out)}: {LOSS_IS_NOT_FINITE}")
             found["left_out"] = len(left_out)
         return found
-
-    def _validated(self, trainee: TrainingTimeTest, rows: Sequence[int]) -> UnrollSums:
-        return self._forward(trainee, *self._batch(self.validation_rows, rows))
 
     def replayed(self) -> dict[str, Any]:
         """Acceptance along the answers of `replay`, which the ranks share."""
@@ -327,123 +301,63 @@ class Loop:
             rounds = self.replay.share(self.target, trainee.drafter, rank, ranks, self.states)
         return replay_metrics(gather_object(rounds))
 
-    def _batch(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> tuple[MicroBatch, Columns]:
-        """A micro-batch, and the columns of its `one_row`. Runs of columns are found before the columns go to the
-        device: reading them there would wait for it."""
-        first = 0 if rows is self.rows else len(self.rows)  # validation rows are numbered behind training rows
-        numbers = [first + i for i in indices]
-        batch = collate([rows[i] for i in indices], self.section.packing, numbers)
-        columns = columns_of(batch.one_row.span, self.unroll_steps)
-        columns = replace(columns, known_runs=tuple(columns.runs(batch.one_row.documents)))
-        return batch.to(self.accelerator.device), columns.to(self.accelerator.device)
-
-    def _log(self, line: dict[str, Any]) -> None:
-        if self.accelerator.is_main_process:
-            if self.trackers is not None:
-                self.trackers.log(line)
-            self.metrics.append(line)
+    # Checkpoints.
 
     def best(self) -> tuple[Path, float] | None:
-        """The checkpoint with the highest tau, and its tau; on rank 0.
-
-        None: it is not asked for, or no checkpoint was validated. Damaged checkpoints are named and skipped.
-        """
+        """The whole checkpoint with the highest train.keep_best, and that value; on rank 0. None: it is not asked for,
+        or none was validated."""
         if self.section.keep_best is None:
             return None
-        found = self.metrics.values(BEST_BY[self.section.keep_best])
-        for checkpoint in best_of(list_checkpoints(self.checkpoints), found):
-            if (problem := damage(checkpoint)) is None:
-                return checkpoint, found[step_of(checkpoint)]
-            print(f"{checkpoint}: damaged ({problem}); skipped")
-        return None
+        return best_of(self.checkpoints, self.metrics.values(BEST_BY[self.section.keep_best]))
 
-    def _keep(self, check: bool = False) -> None:
-        """Removes checkpoints that are neither among the newest nor the best.
+    def _keep(self) -> None:
+        best = self.best()
+        keep_last(self.checkpoints, self.section.keep_checkpoints, best and best[0])
 
-        Args:
-            check: read the best one to see that it is whole: while a damaged one passes for the best, the best whole
-                one would be removed.
-        """
-        found = self.metrics.values(BEST_BY[self.section.keep_best]) if self.section.keep_best is not None else {}
-        best = best_of(list_checkpoints(self.checkpoints), found)[:1]
-        if check and best and (whole := self.best()) is not None:
-            best = [whole[0]]
-        keep_last(self.checkpoints, self.section.keep_checkpoints, best)
-
-    def _save(self, step: int, waiting: dict[str, Any] | None = None) -> dict[str, float]:
+    def _save(self, step: int) -> dict[str, float]:
         """Writes a checkpoint folder, whole or not at all, and removes those that need not be kept. Returns the counted
-        sums since the last line of metrics.
-
-        Args:
-            waiting: this step's line of metrics, to be logged after replay. A kill before that must not lose it.
-        """
-        final = checkpoint_path(self.checkpoints, step)
-        partial = final.with_suffix(".partial")
-        windows = self.window.of_ranks()
+        sums since the last line of metrics."""
+        partial, windows = checkpoint_path(self.checkpoints, step).with_suffix(".partial"), self.window.of_ranks()
         with failing_together():
             with disk_errors_as_user_errors(partial):
                 self.engine.save(partial)
                 if self.accelerator.is_main_process:
-                    state = {"step": step, "identity": self.identity, "windows": windows, "waiting": waiting}
+                    state = {"step": step, "identity": self.identity, "windows": windows}
                     state |= {"skipped_steps": self.skipped, "name": self.name}
                     state |= {"micro_batches": self.schedule.read_by(step), "steps": self.schedule.steps}
-                    (partial / STATE).write_text(json.dumps(state, indent=2) + "\n")
-                    sync_to_disk(self.metrics_path)  # a resumed run does not write earlier lines again
-                    publish_checkpoint(partial, final)
+                    sync_to_disk(self.metrics.path)  # a resumed run does not write earlier lines again
+                    publish_checkpoint(partial, state)
             if self.accelerator.is_main_process:
                 self._keep()
         return counted_by_all(windows)
 
     def _resume(self) -> int:
         """Loads the last whole checkpoint, if there is one, and returns the number of steps done."""
+        main = self.accelerator.is_main_process
         with failing_together():
-            if self.accelerator.is_main_process:
+            if main:
                 settle(self.checkpoints)
-        names = [path.name for path in list_checkpoints(self.checkpoints)]
-        [name, *_] = gather_object(names[-1:] or [None])  # rank 0 decides
-        if name is None:
-            self._begin_log(0)
+        [last, *_] = gather_object(list_checkpoints(self.checkpoints)[-1:] or [None])  # rank 0 decides
+        if last is None:
             self.engine.start()
-            return 0
-        last = self.checkpoints / name
-        with failing_together():
-            state = self._state_of(last)
-        self.engine.load_weights(last)
-        self.engine.start()
-        self.engine.load_moments(last)
-        self.skipped, self.name = state["skipped_steps"], state["name"]
-        self.window.restore(state["windows"], self.accelerator)
-        self._begin_log(state["step"])
-        self.accelerator.print(f"resumed from {last}")
-        if note := self.schedule.jump(state["step"], state["steps"]):
-            self.accelerator.print(note)
-        self._log_waiting(state.get("waiting"))
-        if self.accelerator.is_main_process:  # the last run may have been killed before it did
-            self._keep(check=True)
-        return state["step"]
-
-    def _state_of(self, checkpoint: Path) -> dict[str, Any]:
-        """The checkpoint's state. Raises UserError if this run cannot be resumed from it."""
-        state = read_state(checkpoint, self.identity)
-        self.schedule = self.schedule.resumed(state["step"], state["micro_batches"])
-        if state["step"] > self.schedule.steps:
-            raise UserError(
-                f"{checkpoint} is beyond the {self.schedule.steps} steps of this recipe (train.max_steps, "
-                "train.epochs); ask for as many or more, or choose another output_dir"
-            )
-        return state
-
-    def _begin_log(self, step: int) -> None:
-        """Prepares metrics and trackers for lines behind `step`."""
-        if self.accelerator.is_main_process:
+            step = 0
+        else:
+            with failing_together():
+                state = read_state(last, self.identity)
+                self.schedule = self.schedule.resumed(state["step"], state["micro_batches"])
+                if (step := state["step"]) > self.schedule.steps:
+                    raise UserError(
+                        f"{last} is beyond the {self.schedule.steps} steps of this recipe (train.max_steps, "
+                        "train.epochs); ask for as many or more, or choose another output_dir"
+                    )
+            self.engine.start(last)
+            self.skipped, self.name = state["skipped_steps"], state["name"]
+            self.window.restore(state["windows"], self.accelerator)
+            self.accelerator.print(f"resumed from {last}")
+            if note := self.schedule.jump(step, state["steps"]):
+                self.accelerator.print(note)
+        if main:
             self.metrics.drop_after(step)
-            if self.trackers is not None:
-                self.trackers.start(step, self.name)
-
-    def _log_waiting(self, line: dict[str, Any] | None) -> None:
-        """Replays and logs the line that a checkpoint left waiting, unless it was logged before the run ended."""
-        if line is None:
-            return
-        [is_logged, *_] = gather_object([self.accelerator.is_main_process and self.metrics.has_step(line["step"])])
-        if not is_logged:
-            self._log(line | (self.replayed() if self.replay is not None else {}))
+            self.trackers.start(step, self.name)
+            self._keep()  # the last run may have been killed before it did
+        return step

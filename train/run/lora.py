@@ -2,9 +2,8 @@
 
     weight [out, in]  =  frozen  +  alpha / r * b a,    a [r, in] random, b [out, r] zero at the start
 
-PyTorch's parametrisation puts the sum in the place of the weight, so every reader of a weight sees the sum: the head's
-fused loss and the MLP's fused product read weights without calling a layer, and peft's layers, which add their own
-output to that of a frozen layer, would be passed over there. Merging keeps the sum and drops the matrices.
+PyTorch's parametrisation puts the sum in the place of the weight, so every reader of a weight sees the sum. The head's
+fused loss and the MLP's fused product read weights without calling a layer, so peft's layers would be passed over.
 """
 
 import math
@@ -33,11 +32,8 @@ class LowRankSum(nn.Module):
 
 
 def add_lora(drafter: Drafter, section: LoraSection) -> None:
-    """Freezes the drafter and adds trainable matrices to its linear layers.
-
-    Raises:
-        UserError: drafter.lora.modules names layers that the drafter has not.
-    """
+    """Freezes the drafter and adds trainable matrices to its linear layers. Raises UserError if drafter.lora.modules
+    names layers that it has not."""
     drafter.requires_grad_(False)
     linear = {name: module for name, module in drafter.named_modules() if isinstance(module, nn.Linear)}
     known = {name.rpartition(".")[2] for name in linear}

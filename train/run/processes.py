@@ -22,13 +22,11 @@ _KEPT: list[object] = []  # process groups, until the process ends
 
 
 def keep_group() -> None:
-    """Keeps the default process group alive until this process ends, even if it is destroyed before. Does nothing for a
-    single process.
+    """Keeps the default process group, if there is one, alive until this process ends.
 
     Python must hold the last reference to a gloo group. The group's destructor waits for its worker threads, which need
     the interpreter's lock to release the last collective's tensors. Python's reference releases the lock before it
-    destroys the group; DistributedDataParallel's does not. If that one is the last, the process sometimes hangs at its
-    end.
+    destroys the group; if DistributedDataParallel's is the last, the process sometimes hangs at its end.
     """
     if distributed.is_available() and distributed.is_initialized():
         _KEPT.append(distributed.group.WORLD)
@@ -50,7 +48,6 @@ class StopRequest:
         signal.signal(signal.SIGTERM, signal.SIG_IGN if self.came else self._default or signal.SIG_DFL)
 
     def note(self, *_: object) -> None:
-        """The signal's handler."""
         now = time.monotonic()
         if not self.came:
             self.came, self._at = True, now
@@ -63,9 +60,8 @@ class StopRequest:
 def failing_together() -> Iterator[None]:
     """Makes a UserError of one process end all of them: the first rank with an error prints it, and all exit with 2.
 
-    So no process waits for another that has ended, or dies with a traceback because it lost the other. All processes
-    must reach the end of the block, where they meet: the block may not raise before a collective of its own. A single
-    process just raises the error.
+    All processes must reach the end of the block, where they meet: the block may not raise before a collective of its
+    own. A single process just raises the error.
     """
     problem: UserError | None = None
     try:
@@ -86,11 +82,7 @@ def failing_together() -> Iterator[None]:
 
 
 def check_ranks_agree(here: dict[str, Any]) -> None:
-    """Checks that all ranks have the same values. Each rank reads recipe and data by itself, so they may differ.
-
-    Raises:
-        UserError: they differ. With several processes: SystemExit, after the message.
-    """
+    """Ends the run as `failing_together` if ranks, which read recipe and data by themselves, have different values."""
     by_rank = gather_object([here])
     with failing_together():
         for rank, there in enumerate(by_rank):

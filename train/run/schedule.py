@@ -11,11 +11,8 @@ BATCHES_AHEAD = 4  # micro-batches with states that are read from a store before
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps of a run.
-
-    Micro-batches are numbered through all epochs (`train.run.batches.BatchOrder`). A step reads the next
-    `micro_batches_per_step` of them, each rank gradient_accumulation_steps in a row. Of a run that goes by epochs the
-    last step may be smaller.
+    """The steps of a run. Each reads the next `micro_batches_per_step` micro-batches (`train.run.batches.BatchOrder`),
+    each rank gradient_accumulation_steps in a row. Of a run that goes by epochs the last step may be smaller.
 
     Attributes:
         rows: training rows; an epoch reads all of them.
@@ -29,7 +26,6 @@ class Schedule:
 
     @property
     def micro_batches_per_step(self) -> int:
-        """Of all ranks."""
         return self.ranks * self.section.gradient_accumulation_steps
 
     @property
@@ -41,7 +37,6 @@ class Schedule:
 
     @cached_property
     def steps(self) -> int:
-        """Optimiser steps of the run."""
         if self.section.max_steps is not None:
             return self.section.max_steps
         assert self.micro_batches is not None
@@ -81,13 +76,13 @@ class Schedule:
         return replace(self, unread=step * self.micro_batches_per_step - micro_batches)
 
     def jump(self, step: int, steps: int) -> str | None:
-        """A note if a run that is resumed behind `step` steps was to have another number of `steps`: its learning rate
-        jumps there. None: it goes on as planned."""
+        """A note on the learning rate, which jumps if a run that is resumed after `step` steps was to have another
+        number of `steps`."""
         if steps == self.steps or not 0 < step < self.steps:
             return None
         before = replace(self, section=self.section.model_copy(update={"max_steps": steps}))
         return (
-            f"note: the run was to have {steps:,} steps and has {self.steps:,} now. From step {step + 1:,} on, its "
-            f"learning rate is that of a {self.section.schedule} decay over {self.steps:,} steps: "
-            f"{self.learning_rate(step):.2g}, after {before.learning_rate(step - 1):.2g} in step {step:,}"
+            f"note: the run was to have {steps:,} steps. From step {step + 1:,} on, its learning rate is that of a "
+            f"decay over {self.steps:,} steps: {self.learning_rate(step):.2g}, after "
+            f"{before.learning_rate(step - 1):.2g} in step {step:,}"
         )

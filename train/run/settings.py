@@ -8,34 +8,22 @@ from draftsmith.train.loss.losses import LossWeights
 from draftsmith.train.loss.unroll import TrainingTimeTest
 
 
-def loss_weights(section: TrainSection) -> LossWeights:
-    return LossWeights(
+def trainee_of(section: TrainSection, drafter: Drafter) -> TrainingTimeTest:
+    """The drafter with its unroll and loss."""
+    weights = LossWeights(
         token=section.token_loss,
         feature=section.feature_loss,
         top_k=section.top_k_loss,
         objective=section.token_objective,
         rank=section.rank_loss,
     )
-
-
-def trainee_of(section: TrainSection, drafter: Drafter) -> TrainingTimeTest:
-    """The drafter with its unroll and loss."""
-    return TrainingTimeTest(
-        drafter,
-        section.ttt_steps,
-        section.step_weight,
-        section.gradient_checkpointing,
-        loss_weights(section),
-        section.detach_features,
-    )
+    unroll = section.ttt_steps, section.step_weight, section.gradient_checkpointing
+    return TrainingTimeTest(drafter, *unroll, weights, section.detach_features)
 
 
 def uses_bf16(section: TrainSection) -> bool:
-    """Whether products are in bfloat16.
-
-    `auto` is bf16 on accelerators that compute it natively and float32 on CPUs: there bf16 gains little at best
-    (LOG.md), and float32 gives nearly the same losses on every machine.
-    """
+    """Whether products are in bfloat16. `auto`: on accelerators that compute it natively; on CPUs it gains little at
+    best (LOG.md)."""
     if section.mixed_precision != "auto":
         return section.mixed_precision == "bf16"
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,13 +1,8 @@
 """The frozen target, sharded over the processes of a run, for targets that do not fit one device (train.shard_target).
 
-DeepSpeed's ZeRO-3 does it. Every process holds a piece of each weight of a decoder layer, and the pieces of a layer are
-gathered while it runs, layer after layer:
-
-    held all the time     embeddings, head and final norm, whole: drafter and teacher read them in every process;
-                          of each layer's weights one piece
-    while a layer runs    that layer's weights, whole
-
-So all processes run a pass of the decoder together. In a training step they have equally many passes. Elsewhere
+DeepSpeed's ZeRO-3 does it. Every process holds embeddings, head and final norm whole, because drafter and teacher read
+them, and a piece of each weight of a decoder layer. The pieces of a layer are gathered while it runs. So all processes
+run a pass of the decoder together. In a training step they have equally many passes. Elsewhere
 `ShardedTarget.uneven_passes` lets those with fewer passes run along.
 """
 
@@ -29,42 +24,20 @@ from draftsmith.train.run.accelerator import check_deepspeed, deepspeed_on_cpus
 
 
 def check_sharding(recipe: Recipe, files: TargetFiles) -> None:
-    """Checks train.shard_target before any weights are loaded.
-
-    Raises:
-        UserError: the target is not loaded or quantised, its precision is unsuitable, or DeepSpeed is missing.
-    """
+    """Raises UserError if the target of train.shard_target cannot be sharded, or DeepSpeed is missing."""
     if not recipe.train.shard_target:
         return
-    problems = []
-    if recipe.data.states is not None:
-        problems.append(
-            "train.shard_target: with data.states the target's layers are not loaded; set train.shard_target=false, or "
-            "leave data.states out"
-        )
-    if recipe.target.adapter is not None:
-        problems.append(
-            "train.shard_target: target.adapter cannot be merged into pieces of weights; merge it into the target on "
-            "disk first (docs/training.md), or leave train.shard_target out"
-        )
-    if recipe.target.quantization is not None:
-        problems.append(
-            "train.shard_target: pieces of weights cannot be quantised; leave target.quantization out, or capture the "
-            "quantised target's states first (docs/training.md) and leave train.shard_target out"
-        )
-    if recipe.target.guidance is not None:
-        problems.append(
-            "train.shard_target: a guided target reads every text twice, which pieces of weights cannot; capture its "
-            "states first (docs/training.md) and leave train.shard_target out"
-        )
-    config = files.config
+    target, config = recipe.target, files.config
     quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
-        problems.append(
-            f"train.shard_target: ZeRO-3 shards plain weights, and {recipe.target.model!r} is quantised "
-            f"({settings.get('quant_method', 'unknown')}); name its plain checkpoint, or leave train.shard_target out"
-        )
+    otherwise = "(docs/training.md), or leave train.shard_target out"
+    refusals = {
+        "with data.states the target's layers are not loaded; leave one out": recipe.data.states is not None,
+        f"merge target.adapter into the target on disk first {otherwise}": target.adapter is not None,
+        f"shards cannot be quantised; capture the quantised target's states first {otherwise}": target.quantization,
+        f"shards cannot read texts twice; capture the guided target's states first {otherwise}": target.guidance,
+        f"ZeRO-3 shards plain weights, and {target.model!r} is quantised; name its plain checkpoint": quantization,
+    }
+    problems = [f"train.shard_target: {refusal}" for refusal, applies in refusals.items() if applies]
     if recipe.target.dtype == "auto" and named_dtype(config) is None:
         problems.append(
             "target.dtype: auto, but the target's config names none, and train.shard_target allocates the weights "
@@ -97,9 +70,6 @@ def load_sharded(files: TargetFiles) -> Any:
 
     Rank 0 reads the checkpoint into its host memory. Modules are created, filled and sharded one after another, so no
     device holds more than its pieces and one module.
-
-    Raises:
-        UserError: see there.
     """
     deepspeed_on_cpus()
     config = {
@@ -117,11 +87,8 @@ def load_sharded(files: TargetFiles) -> Any:
 
 
 class ShardedTarget(Target):
-    """A target that the processes of a run hold together. All of them create it and run its decoder together.
-
-    Args:
-        model: from `load_sharded`.
-    """
+    """A target that the processes of a run hold together. All of them create it, from a model of `load_sharded`, and
+    run its decoder together."""
 
     def __init__(self, model: Any, capture_layers: Sequence[int] | None = None):
         layers = decoder_layers(model)
@@ -134,7 +101,6 @@ class ShardedTarget(Target):
         super().__init__(model, capture_layers)
 
     def sharding_text(self) -> str:
-        """The bytes that every process holds, as a sentence."""
         whole = sum(p.nbytes for p in self.model.parameters() if not hasattr(p, "ds_tensor"))
         return (
             f"the target's layers are sharded over {distributed.get_world_size()} processes: each holds "

@@ -7,19 +7,17 @@ window of WINDOW_SHARDS neighbouring shards:
     rows       those of 5 and 2, shuffled | those of 7 and 0, shuffled | ...
     pools      the micro-batches of POOL_BATCHES * batch size rows each, as `BatchOrder` cuts them, shuffled
 
-A pool spans two windows, or more where a window has fewer rows than a pool. Rows lie in random shards, so a window is a
-fair sample. The order is a pure function of seed and epoch, the same on all ranks. A store of no more than
-WINDOW_SHARDS shards is read in the same order as training with the target.
-
-Memory holds the encoded rows that were read ahead. The page cache may hold shards beside them, in memory that is free.
+Rows lie in random shards, so a window is a fair sample. The order is a pure function of seed and epoch, the same on all
+ranks. A store of no more than WINDOW_SHARDS shards is read in the same order as training with the target.
 
 Shapes: B rows, T tokens, F captured states (S layers of H), H hidden size, P tokens of several rows.
 """
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -44,22 +42,23 @@ from draftsmith.train.run.batches import BatchOrder, MicroBatch
 WINDOW_SHARDS = 8
 
 
-class StateSource(Protocol):
+class StateSource(ABC):
     """Gives the loop the states of a micro-batch."""
 
+    @abstractmethod
     def of(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(captured [B, T, F], last [B, T, H]). `last` may be zero for tokens that teach no column."""
-        ...
+        """(captured [B, T, F], last [B, T, H]). `last` may be zero for tokens that teach no column. Raises UserError if
+        a store's shard is damaged."""
 
     def ordered(self, order: BatchOrder) -> BatchOrder:
         """`order`, or another order in which this source is faster to read."""
-        ...
+        return order
 
-    def expect(self, rows: Sequence[int]) -> None:
+    def expect(self, rows: Sequence[int]) -> None:  # noqa: B027 - only a store reads ahead
         """Announces the rows that will be asked for next, in order."""
 
 
-class OnlineStates:
+class OnlineStates(StateSource):
     """Runs the target on every micro-batch."""
 
     def __init__(self, target: Target):
@@ -69,19 +68,9 @@ class OnlineStates:
         states = self.target.states(batch.ids, documents=batch.documents, inserts=batch.inserts)
         return states.captured, states.last
 
-    def ordered(self, order: BatchOrder) -> BatchOrder:
-        return order
-
-    def expect(self, rows: Sequence[int]) -> None:
-        """Does nothing: the target reads nothing ahead."""
-
 
 class ShardOrder(BatchOrder):
-    """The order of a store.
-
-    Args:
-        shard_of: the shard of every row.
-    """
+    """The order of a store; `shard_of` is the shard of every row."""
 
     def __init__(
         self,
@@ -115,7 +104,7 @@ class ShardOrder(BatchOrder):
         return batches
 
 
-class StoredStates:
+class StoredStates(StateSource):
     """Reads the states of micro-batches from a store.
 
     Args:
@@ -134,11 +123,9 @@ class StoredStates:
         return ShardOrder(order.lengths, order.batch_size, order.seed, shard_of)
 
     def expect(self, rows: Sequence[int]) -> None:
-        """As `StateSource.expect`. The next call of `of` starts to read the rows."""
-        self.wanted = list(rows)
+        self.wanted = list(rows)  # the next call of `of` starts to read them
 
     def of(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `StateSource.of`. Raises UserError where a shard is damaged."""
         now, later = list(batch.rows), set(self.wanted)
         for row in self.begun.keys() - later.union(now):
             self.begun.pop(row).cancel()
@@ -152,16 +139,10 @@ class StoredStates:
         return batch.lay_out([captured for captured, _ in decoded]), batch.lay_out([last for _, last in decoded])
 
     def captured(self, read: Sequence[tuple[TrainingRow, int]]) -> torch.Tensor:
-        """Captured states [P, F] of the first tokens of rows, one row after another. A row may occur several times.
-
-        Args:
-            read: (row, number of its tokens). Rows read ahead for coming micro-batches are not touched.
-        """
+        """Captured states [P, F] of rows' first tokens, one row after another, from (row, number of its tokens). A row
+        may occur several times. Rows read ahead for coming micro-batches are not touched."""
         begun = {id(row): self.reader.submit(self._read, row) for row in {id(row): row for row, _ in read}.values()}
-        parts = []
-        for row, tokens in read:
-            parts.append(self._captured(row, begun[id(row)].result(), tokens).flatten(1))
-        return torch.cat(parts)
+        return torch.cat([self._captured(row, begun[id(row)].result(), tokens).flatten(1) for row, tokens in read])
 
     def _captured(self, row: TrainingRow, states: RowStates, tokens: int) -> torch.Tensor:
         """[tokens, S, H] of a row's first tokens. Those that the store leaves out are 0: no drafter reads them."""
@@ -191,29 +172,15 @@ class StoredStates:
         return captured_TSH.flatten(1), last_TH
 
 
-# The recipe's store.
-
-
 def store_of(recipe: Recipe, files: TargetFiles, layers: Sequence[int], rows: Sequence[TrainingRow]) -> Store | None:
-    """The store that the recipe names, checked; None where it names none.
-
-    Args:
-        layers: captured layers that the drafter reads.
-        rows: training and validation rows; the store may hold others beside them.
-
-    Raises:
-        UserError: the store is missing, damaged, or made for another target, tokenizer, dtype, or other layers or rows.
-    """
+    """The store that the recipe names; None where it names none. Raises UserError if it is missing, damaged, or made
+    for another target, tokenizer, dtype, or other layers or rows."""
     if recipe.data.states is None:
         return None
     store = Store(recipe.states_dir)
     made_of = store.manifest.made_of
     known = files.identity | logit_settings(files.text_config)  # the rest is known only from the weights
-    asked = {
-        "target": made_of["target"] | known,
-        "capture_layers": list(layers),
-        "dtype": recipe.data.capture.dtype,
-    }
+    asked = {"target": made_of["target"] | known, "capture_layers": list(layers), "dtype": recipe.data.capture.dtype}
     problems = store.manifest.other_than(asked)
     if recipe.drafter.reads_picture_states and not store.picture_states:
         problems.append(

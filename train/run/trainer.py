@@ -6,10 +6,8 @@ The method is in `models` (the drafter) and `train.loss` (the unroll and its los
 
 import os
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -23,7 +21,7 @@ from draftsmith.models.context_limits import check_evaluation
 from draftsmith.models.costs import device_here
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_start
-from draftsmith.models.target import Target
+from draftsmith.models.target import Target, device_name
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.launch import world_size
@@ -32,25 +30,23 @@ from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train.loss.unroll import kernel_of
 from draftsmith.train.measure.dry_run import row_flops
 from draftsmith.train.measure.plan import print_plan
-from draftsmith.train.measure.step_profile import tracer
 from draftsmith.train.run.accelerator import accelerator_of
-from draftsmith.train.run.batches import efficiency
-from draftsmith.train.run.checkpoints import disk_errors_as_user_errors, step_of
+from draftsmith.train.run.batches import computed_tokens
+from draftsmith.train.run.checkpoints import digests_of, disk_errors_as_user_errors, run_identity, step_of
 from draftsmith.train.run.engine import Engine
 from draftsmith.train.run.initial_drafter import new_drafter
 from draftsmith.train.run.inputs import Inputs, read_inputs
 from draftsmith.train.run.loop import Loop
 from draftsmith.train.run.lora import merge_lora
 from draftsmith.train.run.processes import check_ranks_agree, failing_together
-from draftsmith.train.run.run_identity import digests_of, run_identity
-from draftsmith.train.run.schedule import Schedule
+from draftsmith.train.run.run_log import check_trackers
 from draftsmith.train.run.settings import trainee_of
 from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_sharded
 from draftsmith.train.run.state_sources import OnlineStates, StateSource, StoredStates, store_identity
-from draftsmith.train.run.trackers import Trackers, check_trackers
 from draftsmith.train.run.validation_replay import ValidationReplay, check_best, check_replay
 
 
@@ -58,6 +54,8 @@ def main(command: Command) -> bool:
     """Trains the recipe's drafter. Returns False if it is not finished: for --plan, and after SIGTERM."""
     recipe = with_start(command.recipe, command.plan)
     files = TargetFiles.read(recipe.target)
+    if rank() == 0:
+        device_name(recipe.target.device)  # which accelerate chooses: refuses what is none
     check_replay(recipe, files)
     check_sharding(recipe, files)
     check_trackers(recipe.train.trackers)
@@ -67,42 +65,24 @@ def main(command: Command) -> bool:
     if command.plan:
         print_plan(recipe, files, command.flops, command.processes or world_size())
         return False
-    training = build(recipe, files, command.profile)
-    print_summary(training)
-    accelerator = training.loop.accelerator
+    loop = build(recipe, files, command.profile)
+    print_summary(loop)
     with ExitStack() as held:
         with failing_together():
-            if accelerator.is_main_process:
+            if loop.accelerator.is_main_process:
                 held.enter_context(alone_in(Path(recipe.output_dir)))
-        finished = training.loop.run()
+        finished = loop.run()
         if finished:
-            save(training)
-        accelerator.end_training()
+            save(loop)
+        loop.accelerator.end_training()
     return finished
 
 
-@dataclass(frozen=True)
-class Training:
-    """A run that is ready to start."""
-
-    recipe: Recipe
-    inputs: Inputs
-    target: Target
-    identity: dict[str, Any]  # the target's, and its layout, for the drafter's config.json
-    loop: Loop
-
-
-def build(recipe: Recipe, files: TargetFiles, profile_steps: int | None) -> Training:
-    """Reads the recipe's inputs and loads the target. All ranks call it; rank 0 prints.
-
-    Args:
-        profile_steps: steps to trace; None: none.
-
-    Raises:
-        UserError: something is missing or does not fit the recipe, or the ranks do not read the same.
-    """
+def build(recipe: Recipe, files: TargetFiles, profile_steps: int | None) -> Loop:
+    """Reads the recipe's inputs and loads the target, on all ranks. Raises UserError if something is missing or does
+    not fit the recipe, or if the ranks do not read the same."""
     inputs = read_inputs(recipe, files)
-    rows, validation_rows, store = inputs.rows, inputs.validation_rows, inputs.store
+    rows, validation_rows = inputs.rows, inputs.validation_rows
     _ = files.stop_ids  # raises for a target without one
     replay = ValidationReplay.of(recipe, files, validation_rows, inputs.vocab)
     check_best(recipe.train.keep_best, validation_rows, replay)
@@ -119,38 +99,27 @@ def build(recipe: Recipe, files: TargetFiles, profile_steps: int | None) -> Trai
     cores = os.cpu_count() or 1
     if accelerator.device.type == "cpu" and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
         print(f"note: one thread on {cores} cores; accelerate launch --num_cpu_threads_per_process {cores} uses all")
-    target, states = target_and_states(recipe, inputs, accelerator)
+    target, states = target_and_states(inputs, accelerator, recipe.train)
     shape = replace(inputs.shape, embedding_scale=target.embedding_scale)
     identity = files.identity_of(target)
     drafter = new_drafter(recipe.drafter, shape, inputs.vocab, target, identity).to(accelerator.device)
     computed = identity | {"dtype": str(target.dtype).removeprefix("torch.")}
     if day := prompt_date(files.tokenizer):
         computed["date"] = day
-    check_ranks_agree({"target": computed, "data.states": store_identity(store)})
-
-    trainee = trainee_of(recipe.train, drafter)
-    profile = None
-    if profile_steps:
-        folder = Path(recipe.output_dir) / "profile"
-        profile = partial(tracer, profile_steps, folder, accelerator.process_index, accelerator.print)
-    loop = Loop(
-        Engine(accelerator, trainee, recipe.train),
+    stored = store_identity(inputs.store)
+    check_ranks_agree({"target": computed, "data.states": stored})
+    return Loop(
+        recipe,
+        inputs,
+        Engine(accelerator, trainee_of(recipe.train, drafter), recipe.train),
         target,
         states,
-        rows,
-        validation_rows,
-        Schedule(recipe.train, len(rows), accelerator.num_processes),
-        recipe.checkpoints_dir,
-        recipe.metrics_path,
-        identity=run_identity(
-            recipe, files, drafter.config, computed, accelerator.num_processes, digests, store_identity(store)
-        ),
-        replay=replay,
-        trackers=Trackers(recipe.train.trackers, Path(recipe.output_dir), dump_recipe(recipe), recipe.model_dump()),
-        peak_tokens_per_second=peak_tokens_per_second(recipe, inputs, accelerator.device),
-        profile=profile,
+        run_identity(recipe, files, drafter.config, computed, accelerator.num_processes, digests, stored),
+        replay,
+        peak_tokens_per_second(recipe, inputs, accelerator.device),
+        profile_steps,
+        identity | {"layout": files.layout(target.dtype)},
     )
-    return Training(recipe, inputs, target, identity | {"layout": files.layout(target.dtype)}, loop)
 
 
 def peak_tokens_per_second(recipe: Recipe, inputs: Inputs, device: torch.device) -> float | None:
@@ -167,37 +136,37 @@ def peak_tokens_per_second(recipe: Recipe, inputs: Inputs, device: torch.device)
     return peak * tokens / flops
 
 
-def target_and_states(recipe: Recipe, inputs: Inputs, accelerator: Accelerator) -> tuple[Target, StateSource]:
+def target_and_states(inputs: Inputs, accelerator: Accelerator, section: TrainSection) -> tuple[Target, StateSource]:
     """The target, whole, sharded or only its head from a store, and the source of its states."""
     layers = inputs.shape.capture_layers
     if inputs.store is not None:
         stored = StoredTarget(inputs.store, inputs.files.text_config, accelerator.device)
         every_row = [*inputs.rows, *inputs.validation_rows]
         return stored, StoredStates(inputs.store, every_row, accelerator.device, stored.dtype)
-    if recipe.train.shard_target and accelerator.num_processes > 1:
+    if section.shard_target and accelerator.num_processes > 1:
         target: Target = ShardedTarget(load_sharded(inputs.files), layers)
     else:
         target = inputs.files.load(layers, str(accelerator.device))
-    if recipe.train.packing:
+    if section.packing:
         # Here, because all processes of a sharded target must try together, and they first pack at different times.
         target.try_documents()
     return target, OnlineStates(target)
 
 
-def print_summary(training: Training) -> None:
+def print_summary(loop: Loop) -> None:
     """Prints what will be trained, on what; rank 0 does."""
-    loop, inputs, target, section = training.loop, training.inputs, training.target, training.recipe.train
-    engine, trainee = loop.engine, loop.engine.alone
-    drafter, say = trainee.drafter, loop.accelerator.print
+    inputs, target, trainee, say = loop.inputs, loop.target, loop.engine.alone, loop.accelerator.print
+    drafter, packing = trainee.drafter, loop.section.packing
     trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    products = torch.bfloat16 if engine.bf16 else drafter.dtype
-    kernel = trainee.kernel or kernel_of(drafter.config, loop.accelerator.device, products)
+    products = torch.bfloat16 if loop.engine.bf16 else drafter.dtype
+    kernel = kernel_of(drafter.config, loop.accelerator.device, products)
+    no_padding = sum(map(length_of, inputs.rows)) / computed_tokens(loop.order, inputs.rows, packing)
     say(
         f"{trainable / 1e6:.2f} M trainable parameters, draft vocabulary {drafter.vocab.size} of {target.vocab_size}, "
         f"target states {list(target.capture_layers)}, {len(inputs.rows)} rows, {len(inputs.validation_rows)} kept for "
         f"validation, attention by {kernel.name}\n"
-        f"{efficiency(loop.order, inputs.rows, section.packing)} "
-        f"({'packed' if section.packing else 'padded'} micro-batches, first epoch)"
+        f"{no_padding:.1%} of the tokens that the target reads are no padding "
+        f"({'packed' if packing else 'padded'} micro-batches, first epoch)"
     )
     if inputs.store is not None:
         say(inputs.store.summary())
@@ -205,9 +174,9 @@ def print_summary(training: Training) -> None:
         say(target.sharding_text())
 
 
-def save(training: Training) -> None:
+def save(loop: Loop) -> None:
     """Writes the finished drafter, or the best checkpoint's if train.keep_best asks for it. All ranks call it."""
-    loop, recipe = training.loop, training.recipe
+    recipe = loop.recipe
     with loop.engine.whole() as trained:
         if not loop.accelerator.is_main_process:
             return
@@ -222,5 +191,5 @@ def save(training: Training) -> None:
             chosen = f", of step {step_of(checkpoint):,}, which has the best {recipe.train.keep_best}: {tau:.2f}"
         merge_lora(trained.drafter)
         with disk_errors_as_user_errors(recipe.drafter_dir):
-            save_drafter(recipe.drafter_dir, trained.drafter, training.identity, dump_recipe(recipe), made_by)
+            save_drafter(recipe.drafter_dir, trained.drafter, loop.target_identity, dump_recipe(recipe), made_by)
         print(f"drafter: {recipe.drafter_dir}{chosen}")

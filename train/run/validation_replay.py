@@ -1,14 +1,11 @@
 """Replay as validation: the acceptance that decoding would have with the current drafter (train.eval_replay).
 
 The answers are the turns of validation conversations. At every root a tree of the recipe's eval.tree is drafted
-(`eval.replay.replay`). So a run shows during training what eval/acceptance.py would measure, bonus token included;
-simulated_tau only assumes a chain with independent positions. If the target did not write the data's answers, this is
-the acceptance of the data's answers.
+(`eval.replay.replay`). So a run shows during training what eval/acceptance.py would measure, bonus token included. If
+the target did not write the data's answers, this is the acceptance of the data's answers.
 
-A round needs the target's captured states of the committed tokens; the answer tells which nodes are right. So a store
-(data.states) serves as well as the target: it holds the states of every token up to the end of a row's last answer.
-
-No random numbers are drawn, so a run trains the same with replay and without.
+A store (data.states) serves as well as the target: it holds the states of every token up to the end of a row's last
+answer. No random numbers are drawn, so a run trains the same with replay and without.
 """
 
 from collections.abc import Sequence
@@ -35,37 +32,29 @@ from draftsmith.train.run.state_sources import StateSource, StoredStates
 
 
 def check_replay(recipe: Recipe, files: TargetFiles) -> None:
-    """Checks train.eval_replay before any weights are loaded.
-
-    Raises:
-        UserError: eval.tree cannot be replayed or exceeds the target's positions, or there is nothing to replay.
-    """
+    """Raises UserError if train.eval_replay has nothing to replay, or eval.tree cannot be replayed or is too large."""
     if not recipe.train.eval_replay:
         return
-    tree, problems = recipe.eval.tree, []
-    if not recipe.train.validation_conversations:
-        problems.append("train.eval_replay: replays validation conversations, but train.validation_conversations is 0")
-    if recipe.eval.proposer != "drafter":
-        problems.append(
-            f"train.eval_replay: replays the drafter, but eval.proposer is {recipe.eval.proposer}: leave one out"
-        )
-    elif tree.policy == "auto":
-        problems.append(
-            "train.eval_replay: policy auto goes by speeds, and replay has none; name a policy in eval.tree"
-        )
-    else:
+    tree, counts = recipe.eval.tree, recipe.token_counts_path
+    refusals = {
+        "there are no conversations to replay: train.validation_conversations is 0": (
+            not recipe.train.validation_conversations
+        ),
+        f"replays the drafter, but eval.proposer is {recipe.eval.proposer}: leave one out": (
+            recipe.eval.proposer != "drafter"
+        ),
+        "policy auto goes by speeds, and replay has none; name a policy in eval.tree": tree.policy == "auto",
+        "eval.tree.draw: sampled cannot be replayed: no answer records what the drafter drew; leave draw out": (
+            tree.draw == "sampled" and recipe.eval.temperature > 0
+        ),
+        f"eval.tree.vocab_size goes by {counts}, which does not exist; run `draftsmith rank-vocab` first": (
+            tree.vocab_size is not None and not counts.exists()
+        ),
+    }
+    problems = [f"train.eval_replay: {refusal}" for refusal, applies in refusals.items() if applies]
+    if tree.policy != "auto":
         with collecting_problems(problems, "train.eval_replay: "):
             check_size(tree, files.positions)
-    if tree.draw == "sampled" and recipe.eval.temperature > 0:
-        problems.append(
-            "train.eval_replay: eval.tree.draw: sampled cannot be replayed: which tokens the drafter drew beside an "
-            "answer is not recorded; leave draw out, or set train.eval_replay=0"
-        )
-    if tree.vocab_size is not None and not recipe.token_counts_path.exists():
-        problems.append(
-            f"train.eval_replay: eval.tree.vocab_size goes by {recipe.token_counts_path}, which does not exist; "
-            "run `draftsmith rank-vocab` first"
-        )
     if problems:
         raise UserError(problems)
 
@@ -84,18 +73,12 @@ def answers_of(rows: Sequence[TrainingRow], conversations: int) -> list[tuple[Re
 
 @dataclass(frozen=True)
 class ValidationReplay:
-    """Replays answers with a tree policy.
-
-    Attributes:
-        answers: each with its row.
-        batch_size: answers side by side.
-        cut: the vocabulary to draft from; None: the drafter's own.
-    """
+    """Replays answers with a tree policy."""
 
     answers: Sequence[tuple[RecordedAnswer, TrainingRow]]
     policy: TreePolicy
-    batch_size: int
-    cut: DraftVocab | None = None
+    batch_size: int  # answers side by side
+    cut: DraftVocab | None = None  # the vocabulary to draft from; None: the drafter's own
 
     @classmethod
     def of(
@@ -112,11 +95,7 @@ class ValidationReplay:
     def share(
         self, target: Target, drafter: Drafter, rank: int, ranks: int, states: StateSource | None = None
     ) -> list[Generation]:
-        """The rounds of this rank's answers.
-
-        Args:
-            states: source of the states. If it is no store, the target reads the answers.
-        """
+        """The rounds of this rank's answers. If `states` is no store, the target reads the answers."""
         # Sorted by length and dealt out in turn: ranks get shares of similar size.
         mine = sorted(self.answers, key=lambda answer: len(answer[0].tokens), reverse=True)[rank::ranks]
         if not mine:

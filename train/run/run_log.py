@@ -1,0 +1,120 @@
+"""What a run logs: metrics.jsonl has one line for every logged step, exactly once, however often the run is killed.
+Experiment trackers, which are accelerate's, get the same lines.
+
+    tensorboard     <output_dir>/tensorboard           tensorboard --logdir runs shows all runs side by side
+    wandb, trackio  project draftsmith, a run named after output_dir
+    others          comet_ml, mlflow, clearml, dvclive, aim, swanlab: project draftsmith, with their own defaults
+
+A run that is resumed after a kill continues in the same place. TensorBoard hides lines of the killed run after its last
+checkpoint. wandb and trackio get the same run name again, and trackio shows the repeated steps twice.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import tracking
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_write
+from draftsmith.recipes.files.lines import append_line
+from draftsmith.recipes.loader import dump_recipe
+from draftsmith.recipes.schema import Recipe
+
+PROJECT = "draftsmith"
+PACKAGES = {"comet_ml": "comet-ml"}  # pip's names, where they differ
+
+
+class MetricsLog:
+    """The file. Only rank 0 may use it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Raises UserError where the disk is full."""
+        with self.path.open("ab", buffering=0) as file:
+            append_line(file, self.path, (json.dumps(line) + "\n").encode())
+
+    def drop_after(self, step: int) -> None:
+        """Removes lines of later steps, which a killed run logged and a resumed one logs again, and damaged lines."""
+        lines = self._lines()
+        if damaged := [number for number, (_, at, _) in enumerate(lines, start=1) if at is None]:
+            print(f"{self.path}: damaged lines dropped: {len(damaged)}, the first is line {damaged[0]}")
+        kept = [line for line, at, _ in lines if at is not None and at <= step]
+        atomic_write(self.path, b"".join(line + b"\n" for line in kept))
+
+    def values(self, key: str) -> dict[int, float]:
+        """The values of this key by step, of the lines that have it."""
+        return {at: parsed[key] for _, at, parsed in self._lines() if at is not None and parsed.get(key) is not None}
+
+    def _lines(self) -> list[tuple[bytes, int | None, dict[str, Any]]]:
+        """(line, its step or None if it is damaged, its object)."""
+        found = []
+        for line in self.path.read_bytes().splitlines() if self.path.exists() else []:
+            try:
+                parsed = json.loads(line.decode())
+                found.append((line, int(parsed["step"]), parsed))
+            except (ValueError, LookupError, TypeError, RecursionError):
+                found.append((line, None, {}))
+        return found
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises UserError if a tracker is unknown or its package is not installed."""
+    known = sorted(tracking.LOGGER_TYPE_TO_CLASS)
+    installed = {str(name) for name in tracking.get_available_trackers()}
+    problems = []
+    for name in names:
+        if name not in known:
+            problems.append(f"train.trackers: {name!r} is unknown; known are {', '.join(known)}")
+        elif name not in installed:
+            package = PACKAGES.get(name, name)
+            problems.append(f"train.trackers: {name} is not installed: pip install {package}, or leave it out")
+    if problems:
+        raise UserError(problems)
+
+
+class Trackers:
+    """The trackers of one run, used by rank 0 only."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self._running: list[tracking.GeneralTracker] = []
+
+    def start(self, first: int, run: str) -> None:
+        """`first` steps were done: TensorBoard hides later ones that an earlier process of this run logged."""
+        output = Path(self.recipe.output_dir)
+        for name in dict.fromkeys(self.recipe.train.trackers):
+            kind = tracking.LOGGER_TYPE_TO_CLASS[name]
+            label = f"{output.name}-{run}"
+            if name == "tensorboard":
+                tracker = kind("tensorboard", str(output), purge_step=first + 1)
+            elif name == "wandb":
+                tracker = kind(PROJECT, name=output.name, id=label, resume="allow", dir=str(output))
+            elif name == "trackio":
+                tracker = kind(PROJECT, name=label, resume="allow")
+            else:
+                tracker = kind(PROJECT, *[str(output / name)] * kind.requires_logging_directory)
+            tracker.start()
+            self._running.append(tracker)
+            if name != "tensorboard":
+                tracker.store_init_configuration(self.recipe.model_dump())
+            elif first == 0:  # accelerate would open a second run for it at every start
+                tracker.tracker.add_text("recipe", f"```yaml\n{dump_recipe(self.recipe)}\n```")
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Logs a line of metrics.jsonl, with one value for each entry of a list, without nulls."""
+        flat = {
+            f"{key}/{i}" if isinstance(value, list) else key: item
+            for key, value in line.items()
+            for i, item in enumerate(value if isinstance(value, list) else [value])
+            if item is not None and key != "step"
+        }
+        for tracker in self._running:
+            tracker.log(flat, step=line["step"])
+
+    def finish(self) -> None:
+        for tracker in self._running:
+            tracker.finish()
