@@ -24,7 +24,7 @@ from draftsmith.models.formats.named_drafters import with_start
 from draftsmith.models.target import Target, device_name
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.launch import world_size
+from draftsmith.recipes.command.launch import rank, world_size
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
