@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.training_rows.rows import turns_of_messages
 from draftsmith.data_gen.vocabulary import reader as corpus_reader
-from draftsmith.data_gen.vocabulary.counts import Tokeniser, counts_path
-from draftsmith.data_gen.vocabulary.reader import items
+from draftsmith.data_gen.vocabulary.reader import Tokeniser, items
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.errors import UserError
@@ -219,8 +218,8 @@ def test_no_special_tokens_are_added_and_no_text_is_cut(tmp_path: Path) -> None:
     assert tokenizer.encode("cat")[0] == 0
     path = write_lines(tmp_path / "a.jsonl", [{"text": "the cat " * 9}])
     source = RankingSource(source=str(path))
-    [found] = Tokeniser(tokenizer, VOCAB_SIZE).documents(source, Rejects(), "counting")
-    assert Counter(found.ids) == counted(["the cat " * 9], make_tokenizer())
+    [(ids, _)] = Tokeniser(tokenizer, VOCAB_SIZE).documents(source, Rejects())
+    assert Counter(ids) == counted(["the cat " * 9], make_tokenizer())
 
 
 def test_bad_records_are_kept_and_stop_nothing(
@@ -246,7 +245,7 @@ def test_bad_records_are_kept_and_stop_nothing(
         assert printed.count("rejected (") == 2 and printed.count("counted before") == 2 * again
         corpora = load_corpora(token_counts(place))
         assert as_counter(corpora[0].counts) == counted(good, tokenizer)
-        assert as_counter(corpora[1].counts) == counted(["the cat\n", "the mat\n"], tokenizer)
+        assert as_counter(corpora[1].counts) == counted(["the cat\nthe mat\n"], tokenizer)
         assert [corpus.rejected for corpus in corpora] == [8, 1]
         kept = [file.read_text().splitlines() for file in (place / "out/ranking").glob("*.rejects.jsonl")]
         entries = sorted((json.loads(line) for lines in kept for line in lines), key=lambda entry: entry["source"])
@@ -257,25 +256,20 @@ def test_bad_records_are_kept_and_stop_nothing(
 # Finished counts are kept.
 
 
-def test_what_changed_is_counted_anew_with_a_word(place: Path, rank_by: Script) -> None:
+def test_what_changed_is_counted_anew(place: Path, rank_by: Script) -> None:
     a, b = write_lines(place / "a.jsonl", [{"text": "the cat"}, "{torn\n"]), place / "b.txt"
     b.write_text("the dog ran")
     sources = [{"source": str(a)}, {"source": str(b)}]
-    assert not re.search("counted (again|before)", rank_by(sources))
+    assert "counted before" not in rank_by(sources)
     assert rank_by([{"source": str(b), "weight": 2.5}]).count("counted before") == 1  # weights and company are nothing
     write_lines(a, [{"text": "the mat"}])
     printed = rank_by(sources)
-    assert f"{a}: counted again: its files changed" in printed and f"{b}: counted before" in printed
+    assert f"{a}: counted before" not in printed and f"{b}: counted before" in printed
     corpus = load_corpora(token_counts(place))[0]
     assert as_counter(corpus.counts) == counted(["the mat"], make_tokenizer()) and corpus.rejected == 0
-    assert not list((place / "out/ranking").glob("*a-jsonl*.rejects.jsonl"))
-    assert f"{a}: counted again: its max_documents changed" in rank_by([{"source": str(a), "max_documents": 1}])
-    state = counts_path(place / "out/ranking", str(b))
-    state.write_bytes(state.read_bytes()[:-7])
-    assert f"{b}: counted again: {state} cannot be read" in rank_by([{"source": str(b)}])
+    assert "counted before" not in rank_by([{"source": str(a), "max_documents": 1}])
     (place / "other.jinja").write_text(make_tokenizer().get_chat_template() + " ")
-    printed = rank_by([{"source": str(b)}], f"target.chat_template={place / 'other.jinja'}")
-    assert f"{b}: counted again: its tokenizer changed" in printed
+    assert "counted before" not in rank_by([{"source": str(b)}], f"target.chat_template={place / 'other.jinja'}")
 
 
 @pytest.mark.parametrize("end", [ConnectionError("the line is dead\nand more"), KeyboardInterrupt()])
@@ -293,8 +287,7 @@ def test_an_interrupted_count_starts_over_and_finished_ones_are_kept(
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(stream))
     path = write_lines(place / "a.jsonl", [{"text": "the cat"}])
     sources = [{"source": str(path)}, {"source": "hf:org/texts:train"}]
-    told = r"ConnectionError: the line is dead \(behind row 41; " if isinstance(end, Exception) else None
-    with pytest.raises((UserError, KeyboardInterrupt), match=told):
+    with pytest.raises((UserError, KeyboardInterrupt)):
         rank_by(sources)
     printed = rank_by(sources)
     assert f"{path}: counted before" in printed and "hf:org/texts:train: counted" not in printed
