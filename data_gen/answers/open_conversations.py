@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.answers.generators import Asked, GeneratedAnswer
-from draftsmith.data_gen.server_client.chats import ChatPrompt
+from draftsmith.data_gen.server_client.client import ChatPrompt
 from draftsmith.data_gen.server_client.generator import Unanswered
 from draftsmith.models.chat import RenderError, answer_message, as_text, reads_pictures, render_prompt
 from draftsmith.models.prompt import Prompt
@@ -35,10 +35,7 @@ class _Progress:
 class OpenConversations:
     """Makes prompts from conversations, turn by turn, and finished records from the answers.
 
-    A record names its pictures as `with_named_pictures` does, whatever form the conversation has.
-
-    Args:
-        store: stores the bytes of a picture that has no file, and returns their path.
+    A record names its pictures as `with_named_pictures` does; `store` gives a path to those without a file.
     """
 
     def __init__(
@@ -102,10 +99,15 @@ class OpenConversations:
         return _record(progress, len(progress.pending) + 1, unanswered.reason)
 
     def _next_fresh(self) -> _Progress | None:
-        """The next conversation with a usable first turn; rejects the ones before it."""
+        """The next conversation that can be asked; rejects the ones before it."""
         for conversation in self._fresh:
             try:
-                progress = _Progress(conversation, deque(questions(self._checked(conversation))))
+                if reads_pictures(self._tokenizer):
+                    messages = with_named_pictures(conversation, self._store).messages
+                else:
+                    messages = conversation.messages
+                    as_text(messages, conversation.images)  # refuses pictures, in whatever turn
+                progress = _Progress(conversation, deque(questions(messages)))
             except (RenderError, ValueError) as error:
                 self._reject(conversation, str(error))
                 continue
@@ -114,13 +116,6 @@ class OpenConversations:
                 return progress
             self._reject(conversation, problem)
         return None
-
-    def _checked(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """Messages, pictures named. Raises RenderError or ValueError for content of any turn that cannot be asked."""
-        if reads_pictures(self._tokenizer):
-            return with_named_pictures(conversation, self._store).messages
-        as_text(conversation.messages, conversation.images)
-        return conversation.messages
 
     def _reject(self, conversation: Conversation, problem: str) -> None:
         self._rejects.add_conversation(conversation, problem)

@@ -172,9 +172,7 @@ def count_corpus(section: RankingSource, folder: Path, tokeniser: Tokeniser) -> 
         for ids, opens in tokeniser.documents(section, rejects):
             count_tokens(counts, ids)
             documents += opens
-        write_tensors(
-            path, {"counts": counts}, {"documents": str(documents), "rejected": json.dumps(rejects.counts)}
-        )
+        write_tensors(path, {"counts": counts}, {"documents": str(documents), "rejected": json.dumps(rejects.counts)})
     told = f"{section.source}: {int(counts.sum()):,} tokens in {documents:,} documents; {rejects.summary()}"
     if not counts.any():
         raise UserError(f"data.ranking.sources: {told}")

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator

@@ -73,8 +73,6 @@ def test_lengths_are_cut_at_both_limits() -> None:
     prompts = [("long", [7] * 47), ("short", [7] * 3)]
     found = answers(model, prompts, sampling=GREEDY, stop_ids=(319,))
     assert [(len(found[key][0]), found[key][1]) for key in ("long", "short")] == [(3, "length"), (20, "length")]
-    with pytest.raises(ValueError, match="50 tokens leaves no room in 50"):
-        answers(model, [("full", [7] * 50)])
 
 
 def test_draws_do_not_depend_on_neighbours_or_order() -> None:
@@ -165,7 +163,7 @@ def test_records_hold_every_turn_and_who_wrote_it(place: Workspace) -> None:
     answered = [turn for record in records for turn in record["turns"]]
     tokens = sum(len(turn["output_token_ids"]) for turn in answered)
     assert f"30 of 30 conversations written\n{len(answered)} answers, {tokens:,} tokens" in printed
-    assert "most of them at data.generator.max_new_tokens 20" in printed
+    assert "of the answers were cut, at data.generator.max_new_tokens 20 " in printed
     spans = [s for row in training_rows(place.path, tokenizer, 200, Rejects()) for s in row.spans]
     assert sum(end - start for start, end in spans) == tokens
 
@@ -233,7 +231,7 @@ def test_bad_prompts_are_kept_with_their_reason(place: Workspace) -> None:
     assert {record["line"]: record["reason"].split(":")[0] for record in rejected} == dict(enumerate(bad, start=4))
     assert {record["source"] for record in rejected} == {str(place.prompts)}
     # Two that could be read were not written, and the summary says what became of them.
-    assert "3 of 5 conversations written, 2 rejected\n" in printed and "in all, 5 records rejected" in printed
+    assert "3 of 5 conversations written, 2 rejected\n" in printed and "\n5 records rejected" in printed
     # Asked again: the same answer, and no reject twice.
     assert "3 of 5 conversations are done" in place.run()
     assert len(place.records(place.rejects)) == 5 and len(place.records()) == 3
@@ -252,7 +250,7 @@ def test_a_prompt_of_all_tokens_that_a_row_may_have_is_not_asked(place: Workspac
     prompt = "the cat and the dog ran after 12 345 678"
     place.write_prompts({"id": "q", "prompt": prompt})
     length = len(render_prompt(tokenizer, [{"role": "user", "content": prompt}]))
-    with pytest.raises(UserError, match=r"none of 1 conversations could be asked; 1 .*longer"):
+    with pytest.raises(UserError, match=r"none of 1 conversations was answered; 1 .*longer"):
         place.run(f"data.max_length={length}")
     place.run(f"data.max_length={length + 1}")
     assert [len(turn["output_token_ids"]) for turn in place.records()[0]["turns"]] == [1]
