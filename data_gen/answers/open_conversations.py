@@ -77,13 +77,14 @@ class OpenConversations:
             "finish_reason": finish_reason,
         }
         progress.turns.append(turn | {"retokenised": True} if retokenised else turn)
-        unasked, reason = len(progress.pending), "the answer before was cut"
-        if unasked and finish_reason == "stop":
-            reason = self._prepare(progress)
-            if reason is None:
-                self._continued.append(progress)
-                return None
-        return _record(progress, unasked, reason)
+        if not progress.pending or finish_reason == "length":
+            return _record(progress, len(progress.pending), "the answer before was cut")
+        try:
+            self._prepare(progress)
+        except (RenderError, ValueError) as error:
+            return _record(progress, len(progress.pending), str(error))
+        self._continued.append(progress)
+        return None
 
     def give_up(self, unanswered: Unanswered) -> dict[str, Any] | None:
         """Ends a conversation early. Returns its record if earlier turns were answered and this one was refused."""
@@ -108,36 +109,31 @@ class OpenConversations:
                     messages = conversation.messages
                     as_text(messages, conversation.images)  # refuses pictures, in whatever turn
                 progress = _Progress(conversation, deque(questions(messages)))
+                self._prepare(progress)
+                return progress
             except (RenderError, ValueError) as error:
                 self._reject(conversation, str(error))
-                continue
-            problem = self._prepare(progress) if progress.pending else "no user turn"
-            if problem is None:
-                return progress
-            self._reject(conversation, problem)
         return None
 
     def _reject(self, conversation: Conversation, problem: str) -> None:
         self._rejects.add_conversation(conversation, problem)
         self.rejected += 1
 
-    def _prepare(self, progress: _Progress) -> str | None:
-        """Renders the prompt of the next answer. Returns the problem, leaving `progress` unchanged, or None."""
+    def _prepare(self, progress: _Progress) -> None:
+        """Renders the prompt of the next answer. Raises RenderError or ValueError, leaving `progress` unchanged."""
         messages, tools = [*progress.messages, *progress.pending[0]], progress.conversation.meta.get("tools")
-        try:
-            prompt = render_prompt(self._tokenizer, messages, tools)
-        except RenderError as error:
-            return str(error)
+        prompt = render_prompt(self._tokenizer, messages, tools)
         if prompt.inserts:  # servers read the messages
             prompt = ChatPrompt(prompt.token_ids, prompt.inserts, messages, tools or ())
         if len(prompt) >= self._max_length:
-            return f"longer than data.max_length: a prompt of {len(prompt)} tokens, the limit is {self._max_length}"
+            raise ValueError(
+                f"longer than data.max_length: a prompt of {len(prompt)} tokens, the limit is {self._max_length}"
+            )
         progress.messages, progress.prompt = messages, prompt
         progress.pending.popleft()
-        return None
 
 
-def _record(progress: _Progress, unasked: int, reason: str | None) -> dict[str, Any]:
+def _record(progress: _Progress, unasked: int, reason: str) -> dict[str, Any]:
     conversation = progress.conversation
     record: dict[str, Any] = {"id": conversation.id, "messages": progress.messages, "turns": progress.turns}
     record["asked_digest"] = asked_digest(conversation)

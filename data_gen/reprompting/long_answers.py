@@ -31,7 +31,6 @@ from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import StorePicture, file_sources
-from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.base import as_list
 from draftsmith.recipes.sections.data import RepromptSection
 
@@ -162,9 +161,7 @@ def print_reprompting_plan(section: RepromptSection, sources: list[str], out: Pa
     prompts = list(prompts_for_long_answers(conversations, section, rejects, data_url))
     with PlanLines() as plan:
         plan.line("reads", ", ".join(sources))
-        plan.line(
-            "prompts", "all usable records" if section.max_prompts is None else f"at most {section.max_prompts:,}"
-        )
+        plan.line("prompts", f"at most {section.max_prompts:,}" if section.max_prompts else "all usable records")
         plan.line("a sample", f"{len(conversations):,} records give {len(prompts):,} prompts; {rejects.summary()}")
         for message in prompts[0]["messages"] if prompts else ():
             shown = message["content"] if isinstance(message["content"], list) else [{"text": message["content"]}]
