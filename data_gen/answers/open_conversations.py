@@ -1,6 +1,6 @@
 """Conversations under way: the next prompt of each, and its record after the last answer."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,7 @@ class OpenConversations:
     ):
         self.rejected = 0  # conversations that could not be asked
         self.failed: dict[str, str] = {}  # conversation id -> why this run has no answer
+        self.counts: Counter[str] = Counter()  # of answers: answers, tokens, cut, retokenised; user turns: unasked
         self._fresh = iter(conversations)
         self._continued: deque[_Progress] = deque()  # the next prompt is ready
         self._open: dict[str, _Progress] = {}  # waiting for an answer
@@ -77,12 +78,14 @@ class OpenConversations:
             "finish_reason": finish_reason,
         }
         progress.turns.append(turn | {"retokenised": True} if retokenised else turn)
-        if not progress.pending or finish_reason == "length":
-            return _record(progress, len(progress.pending), "the answer before was cut")
+        cut = finish_reason == "length"
+        self.counts.update(answers=1, tokens=len(output_ids), cut=cut, retokenised=retokenised)
+        if cut or not progress.pending:
+            return self._record(progress, len(progress.pending), "the answer before was cut")
         try:
             self._prepare(progress)
         except (RenderError, ValueError) as error:
-            return _record(progress, len(progress.pending), str(error))
+            return self._record(progress, len(progress.pending), str(error))
         self._continued.append(progress)
         return None
 
@@ -97,7 +100,7 @@ class OpenConversations:
             self._reject(progress.conversation, unanswered.reason)
             return None
         del progress.messages[progress.answered :]  # the question, with the calls and results before it
-        return _record(progress, len(progress.pending) + 1, unanswered.reason)
+        return self._record(progress, len(progress.pending) + 1, unanswered.reason)
 
     def _next_fresh(self) -> _Progress | None:
         """The next conversation that can be asked; rejects the ones before it."""
@@ -132,11 +135,11 @@ class OpenConversations:
         progress.messages, progress.prompt = messages, prompt
         progress.pending.popleft()
 
-
-def _record(progress: _Progress, unasked: int, reason: str) -> dict[str, Any]:
-    conversation = progress.conversation
-    record: dict[str, Any] = {"id": conversation.id, "messages": progress.messages, "turns": progress.turns}
-    record["asked_digest"] = asked_digest(conversation)
-    if unasked:
-        record |= {"unasked_turns": unasked, "unasked_reason": reason}
-    return record | {"meta": conversation.meta}
+    def _record(self, progress: _Progress, unasked: int, reason: str) -> dict[str, Any]:
+        self.counts["unasked"] += unasked
+        conversation = progress.conversation
+        record: dict[str, Any] = {"id": conversation.id, "messages": progress.messages, "turns": progress.turns}
+        record["asked_digest"] = asked_digest(conversation)
+        if unasked:
+            record |= {"unasked_turns": unasked, "unasked_reason": reason}
+        return record | {"meta": conversation.meta}

@@ -2,9 +2,9 @@
 
 import contextlib
 import signal
-import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from draftsmith.data_gen.answers.conversation_log import NAMED_AT_MOST, ConversationLog, LogContent, not_done, read_log
 from draftsmith.data_gen.answers.generators import (
     DRAFT_TOKENS,
-    GeneratedAnswer,
     GenerationSettings,
     Writer,
     resolve_sampling,
@@ -22,7 +21,7 @@ from draftsmith.data_gen.answers.generators import (
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
 from draftsmith.data_gen.server_client.answers import Vocabulary
 from draftsmith.data_gen.server_client.generator import Servers, Unanswered
-from draftsmith.data_gen.states.answer_states import AnswerStates, storing, wanted_states
+from draftsmith.data_gen.states.answer_states import storing, wanted_states
 from draftsmith.data_gen.states.capturing import complete
 from draftsmith.data_gen.states.store_plan import WantedStates
 from draftsmith.data_gen.training_rows.overlap import screen
@@ -95,7 +94,7 @@ def main(command: Command) -> int:
         if recipe.data.generator.kind == "openai":
             with open_servers(recipe, settings, files) as servers:
                 log.identify("served_model", servers.connect())
-                return regenerate(servers, files.tokenizer, todo, settings, log, rejects)
+                return regenerate(servers, files.tokenizer, todo, log, rejects)
         if (asked := wanted_states(recipe, files)) is not None:
             check_room_for_states(asked, recipe, files, todo, len(todo), log.content)
         writer = Writer.of(recipe, files, settings)
@@ -108,7 +107,7 @@ def main(command: Command) -> int:
         with contextlib.ExitStack() as held:
             if asked is not None:
                 writer.states = held.enter_context(storing(recipe, asked, files, writer.target))
-            unanswered = regenerate(writer, files.tokenizer, todo, settings, log, rejects, writer.states)
+            unanswered = regenerate(writer, files.tokenizer, todo, log, rejects)
         if asked is not None or not log.appended:
             complete(recipe, writer.target)
         return unanswered
@@ -134,35 +133,28 @@ def regenerate(
     writer: Writer | Servers,
     tokenizer: PreTrainedTokenizerBase,
     conversations: list[Conversation],
-    settings: GenerationSettings,
     log: ConversationLog,
     rejects: Rejects,
-    states: AnswerStates | None = None,
 ) -> int:
     """Answers `conversations` and appends each to `log` after its last turn. Returns how many got no answer.
 
     Raises UserError if nothing was answered, now or earlier.
-
-    Args:
-        states: of a `Writer`; each conversation's are stored first.
     """
     store = partial(store_picture, folder=log.path.with_suffix(".pictures"))
-    asked = OpenConversations(conversations, tokenizer, settings.max_length, rejects, store)
-    tally, ended = _Tally(), False
+    asked = OpenConversations(conversations, tokenizer, writer.settings.max_length, rejects, store)
+    bar, ended = Bar(total=len(conversations), desc="regenerating", unit="conversation"), False
     try:
-        with Bar(total=len(conversations), desc="regenerating", unit="conversation") as bar:
+        with bar:
             for answer in writer(asked.prompts()):
                 finished = None
                 if isinstance(answer, Unanswered):
                     finished = asked.give_up(answer)
                 elif answer is not None:
-                    tally.add(answer)
                     finished = asked.take(answer)
                 if finished is not None:
-                    if states is not None:
-                        states.store(finished["id"])
+                    if writer.states is not None:
+                        writer.states.store(finished["id"])
                     log.append(finished)
-                    tally.unasked += finished.get("unasked_turns", 0)
                 bar.update(log.appended + asked.rejected + len(asked.failed) - bar.n)
                 rate = f"{writer.tokens_received / max(bar.seconds, 1e-3):,.0f} tokens/s"
                 bar.set_postfix_str(rate + writer.load, refresh=answer is None)
@@ -171,13 +163,13 @@ def regenerate(
             raise UserError(f"data.prompts: none of {len(conversations):,} conversations was answered; {reasons[0]}")
         ended = True
     finally:
-        if ended or tally.answers:  # after an interrupt as well, but not after an error before the first answer
+        if ended or asked.counts:  # after an interrupt as well, but not after an error before the first answer
             print(
                 f"{log.appended:,} of {len(conversations):,} conversations written"
                 + f", {asked.rejected:,} rejected" * (asked.rejected > 0)
                 + f", {len(asked.failed):,} without an answer" * (len(asked.failed) > 0)
             )
-            print("\n".join([*tally.summary(settings), *writer.summary()]))
+            print("\n".join([*_summary(asked.counts, writer.settings, bar.seconds), *writer.summary()]))
             if rejects.total:
                 print(rejects.summary())
             if asked.failed:
@@ -187,38 +179,21 @@ def regenerate(
     return len(asked.failed)
 
 
-@dataclass
-class _Tally:
-    """Counts of one run."""
-
-    unasked: int = 0  # user turns
-    answers: int = 0
-    tokens: int = 0
-    cut: int = 0  # answers
-    retokenised: int = 0  # answers
-    started: float = field(default_factory=time.monotonic)
-
-    def add(self, answer: GeneratedAnswer) -> None:
-        self.answers += 1
-        self.tokens += len(answer.token_ids)
-        self.cut += answer.finish_reason == "length"
-        self.retokenised += answer.retokenised
-
-    def summary(self, settings: GenerationSettings) -> Iterator[str]:
-        rate, cut = self.tokens / max(time.monotonic() - self.started, 1e-3), self.cut / max(self.answers, 1)
+def _summary(counts: Counter[str], settings: GenerationSettings, seconds: float) -> Iterator[str]:
+    """Of `OpenConversations.counts`, with advice if most answers were cut."""
+    answers, tokens, cut = counts["answers"], counts["tokens"], counts["cut"] / max(counts["answers"], 1)
+    yield (
+        f"{answers:,} answers, {tokens:,} tokens, {tokens / max(seconds, 1e-3):,.0f} tokens/s"
+        + f", {cut:.1%} of the answers cut by length" * (cut > 0)
+        + f", {counts['unasked']:,} user turns not asked" * (counts["unasked"] > 0)
+        + f", {counts['retokenised']:,} answers tokenised again from text" * (counts["retokenised"] > 0)
+    )
+    if cut > CUT_SHARE:
         yield (
-            f"{self.answers:,} answers, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
-            + f", {cut:.1%} of the answers cut by length" * (self.cut > 0)
-            + f", {self.unasked:,} user turns not asked" * (self.unasked > 0)
-            + f", {self.retokenised:,} answers tokenised again from text" * (self.retokenised > 0)
+            f"note: {cut:.0%} of the answers were cut, at data.generator.max_new_tokens {settings.max_new_tokens:,} or "
+            f"with their prompts at data.max_length {settings.max_length:,}. A cut answer ends its conversation, and a "
+            "drafter does not learn from it how answers end: raise these, with another output_dir"
         )
-        if cut > CUT_SHARE:
-            yield (
-                f"note: {cut:.0%} of the answers were cut, at data.generator.max_new_tokens "
-                f"{settings.max_new_tokens:,} or with their prompts at data.max_length {settings.max_length:,}. A cut "
-                "answer ends its conversation, and a drafter does not learn from it how answers end: raise these, with "
-                "another output_dir"
-            )
 
 
 @contextlib.contextmanager

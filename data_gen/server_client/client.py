@@ -167,10 +167,8 @@ class Client:
             if "model" not in words.lower():
                 raise UserError(f"data.generator.base_urls: {url} has no /v1{endpoint} ({said}): {NEEDED}")
             advice = "does it still serve data.generator.served_model?"
-        elif status in (401, 403) and self._variable:
-            advice = f"the key in the environment variable {self._variable} is not taken"
         elif status in (401, 403):
-            advice = "it wants a key: name the environment variable that holds it in data.generator.api_key_env"
+            advice = f"data.generator.api_key_env names the variable with its key, now {self._variable or 'none'}"
         raise UserError(f"data.generator.base_urls: {url} says {said}; {advice}")
 
     def redacted(self, text: str) -> str:

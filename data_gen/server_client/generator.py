@@ -73,6 +73,8 @@ class Servers:
         day: that prompts name, YYYY-MM-DD; None: they name none.
     """
 
+    states = None  # servers give none
+
     def __init__(
         self,
         section: GeneratorSection,
@@ -83,7 +85,7 @@ class Servers:
     ):
         self.servers = [Server(url) for url in section.base_urls]
         self.model = self._named = section.served_model
-        self._concurrency, self._settings, self._vocabulary = section.concurrency, settings, vocabulary
+        self._concurrency, self.settings, self._vocabulary = section.concurrency, settings, vocabulary
         self._template_args, self._day = template_args, day
         self._client = Client(section.api_key_env, section.timeout_seconds)
         self._changed = asyncio.Event()  # a server came back or is less loaded
@@ -192,7 +194,7 @@ class Servers:
 
     async def _look(self, server: Server, ask: bool = True) -> None:
         """Puts a server into service if it serves the target and answers. Raises Failed, UserError."""
-        models, rows = await self._client.models(server.url), self._settings.max_length
+        models, rows = await self._client.models(server.url), self.settings.max_length
         with self._client.translated():
             self.model = self.model or next(iter(models), None)
             if self.model not in models or (self._named is None and len(models) > 1):
@@ -266,7 +268,7 @@ class Servers:
 
     async def _answer(self, key: Hashable, prompt: Sequence[int]) -> GeneratedAnswer | Unanswered:
         """Asks until an answer arrives, the tries are used up, or a server refuses the prompt."""
-        limit = min(self._settings.max_new_tokens, self._settings.max_length - len(prompt))
+        limit = min(self.settings.max_new_tokens, self.settings.max_length - len(prompt))
         try:
             body = self._body(key, prompt, limit)
         except UnusablePicture as error:
@@ -316,7 +318,7 @@ class Servers:
 
         Raises UnusablePicture if a picture is gone or changed.
         """
-        settings = self._settings
+        settings = self.settings
         digest = hashlib.sha256(repr((settings.seed, key)).encode()).digest()
         return {
             "model": self.model,

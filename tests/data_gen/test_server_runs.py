@@ -395,7 +395,7 @@ def test_keys_are_used_and_never_shown(place: ServedPlace, monkeypatch: pytest.M
         problems, printed = place.fails()
         assert "data.generator.api_key_env" in problems[0]
         place.use(server, api_key_env="MY_KEY")
-        for key, said in (("", "MY_KEY is not set"), ("sk-wrong", "MY_KEY is not taken")):
+        for key, said in (("", "MY_KEY is not set"), ("sk-wrong", "its key, now MY_KEY")):
             monkeypatch.setenv("MY_KEY", key)
             problems, more = place.fails()
             assert said in problems[0] and "sk-wrong" not in problems[0] + more
