@@ -82,8 +82,8 @@ def choose_vocab(recipe: Recipe, size: int, files: TargetFiles) -> None:
     """Ranks by the blend of data.ranking.sources, or by the target's own answers without any. Writes the files."""
     sources = recipe.data.ranking.sources
     vocab_size, stops = files.text_config.vocab_size, set(files.stop_ids)
-    template = template_tokens(files.tokenizer)
-    others = set(template.all) if sources else set(template.in_answers) - stops
+    template, in_answers = map(set, template_tokens(files.tokenizer))
+    others = template if sources else in_answers - stops
     must_have = sorted(stops | others)
     corpora = count_corpora(recipe, files) if sources else [count_answers(recipe, files, 1)]
     blended = [corpus for corpus in corpora if corpus.weight is not None]

@@ -55,29 +55,19 @@ def files_of(source: str) -> list[str] | None:
 def items(section: RankingSource, rejects: Rejects) -> Iterator[Item]:
     """The source's items, up to max_documents documents. What is malformed or damaged goes to `rejects`.
 
-    Raises UserError if a dataset cannot be read to its end.
+    Raises UserError if a parquet file or a dataset cannot be read to its end.
     """
     begun, files = 0, files_of(section.source)
     for place in [section.source] if files is None else files:
-        for item in _items_of(place, section.text_field, rejects):
+        if files is None or ending(place) in RECORD_TYPES:
+            found = (Item(place, row, record) for row, record in records(place, rejects))
+        else:
+            found = _pieces(place, section.text_field, rejects)
+        for item in found:
             begun += item.opens
             if section.max_documents is not None and begun > section.max_documents:
                 return
             yield item
-
-
-def _items_of(place: str, text_field: str, rejects: Rejects) -> Iterator[Item]:
-    if not place.startswith("hf:") and ending(place) not in RECORD_TYPES:
-        yield from _pieces(place, text_field, rejects)
-        return
-    row = 0
-    try:
-        for row, record in records(place, rejects):
-            yield Item(place, row, record)
-    except UserError as error:
-        if ending(place) != ".parquet":
-            raise
-        rejects.add(place, row + 1, f"damaged file: {error.problems[0]}; what follows is lost", None)
 
 
 def _pieces(path: str, text_field: str, rejects: Rejects) -> Iterator[Item]:

@@ -209,7 +209,7 @@ def test_all_sources_that_are_wrong_are_told_at_once(place: Path, rank_by: Scrip
         f"{place}/missing.txt": "no such file",
         f"{place}/blank.jsonl": "it holds no records",
         f"{place}/nofield.jsonl": "no field `text` .* among body, n",
-        f"{place}/fake.parquet": "damaged file",
+        f"{place}/fake.parquet": "cannot be read as parquet",
         "hf:": "write hf:org/name",
         f"hf:{place}/no-such:train": "datasets cannot load it",
         "hf:org/name:train[:10]": "parts of a split",
