@@ -11,11 +11,10 @@ messages by its own template and processor. So a reply must name as many prompt 
 where it gives their ids, the same ones outside the pictures (`answers.read_answer`).
 """
 
-import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,57 +96,45 @@ class Client:
 
     async def models(self, url: str) -> dict[str, int | None]:
         """{served name: its longest sequence, or None if not given}. Raises Failed, UserError."""
-        with self.translated():
-            content = await self._request(url, "GET", "/models", CONNECT_SECONDS, REPLY_BYTES)
-            try:
-                return {str(item["id"]): item.get("max_model_len") for item in parse_json(content)["data"]}
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise UserError(
-                    f"data.generator.base_urls: {url}/models lists no models: is this an OpenAI-compatible server?"
-                ) from None
+        content = await self._request(url, "GET", "/models", CONNECT_SECONDS, REPLY_BYTES)
+        try:
+            return {str(item["id"]): item.get("max_model_len") for item in parse_json(content)["data"]}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(
+                f"data.generator.base_urls: {url}/models lists no models: is this an OpenAI-compatible server?"
+            ) from None
 
     async def complete(self, url: str, body: dict[str, Any], prompt_tokens: int) -> Completion:
         """The reply to a completion or, with `messages`, a chat completion. Raises Failed, Refused, UserError."""
         most = REPLY_BYTES + REPLY_BYTES_PER_TOKEN * (prompt_tokens + body["max_tokens"])
         endpoint = "/chat/completions" if "messages" in body else "/completions"
-        with self.translated():
-            content = await self._request(url, "POST", endpoint, self._seconds, most, body)
-            try:
-                return Completion.of(parse_json(content))
-            except ValueError as error:
-                raise Failed(f"the reply is not JSON ({error}): {_text_of(content)}") from None
+        content = await self._request(url, "POST", endpoint, self._seconds, most, body)
+        try:
+            return Completion.of(parse_json(content))
+        except ValueError as error:
+            raise Failed(f"the reply is not JSON ({error}): {_text_of(content)}") from None
 
     async def _request(
         self, url: str, method: str, endpoint: str, timeout: float, most: int, body: dict[str, Any] | None = None
     ) -> bytes:
-        """The content of a reply with status 200, of at most `most` bytes."""
+        """The content of a reply with status 200, of at most `most` bytes. Nothing that is read holds the key."""
         try:
             with anyio.fail_after(timeout):
                 async with self.http.stream(method, url + endpoint, json=body) as reply:
-                    if reply.status_code != 200:
-                        self._raise_for(url, endpoint, reply, await _read(reply, ERROR_BYTES))
-                    content = await _read(reply, most)
+                    content = await _read(reply, most if reply.status_code == 200 else ERROR_BYTES)
         except TimeoutError:
             raise Failed(f"no answer within {timeout:g} seconds (data.generator.timeout_seconds)") from None
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise Failed(f"cannot be reached: {one_line(str(error)) or 'no connection in time'}", True) from None
+        except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
+            raise Failed(f"the connection broke: {one_line(str(error)) or type(error).__name__}") from None
+        for secret in {self._key, json.dumps(self._key)[1:-1]} - {""}:
+            content = content.replace(secret.encode(), b"***")
+        if reply.status_code != 200:
+            self._raise_for(url, endpoint, reply, content)
         if len(content) > most:
             raise Failed(f"a reply of more than {most:,} bytes")
         return content
-
-    @contextlib.contextmanager
-    def translated(self) -> Iterator[None]:
-        """Turns the HTTP library's exceptions into Failed and removes the key from every message."""
-        try:
-            try:
-                yield
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                raise Failed(f"cannot be reached: {one_line(str(error)) or 'no connection in time'}", True) from None
-            except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
-                raise Failed(f"the connection broke: {one_line(str(error)) or type(error).__name__}") from None
-        except UserError as error:
-            raise UserError([self.redacted(problem) for problem in error.problems]) from None
-        except (Failed, Refused) as error:
-            error.args = (self.redacted(str(error)),)
-            raise
 
     def _raise_for(self, url: str, endpoint: str, reply: httpx.Response, content: bytes) -> NoReturn:
         status, asked = reply.status_code, endpoint != "/models"
@@ -170,15 +157,6 @@ class Client:
         elif status in (401, 403):
             advice = f"data.generator.api_key_env names the variable with its key, now {self._variable or 'none'}"
         raise UserError(f"data.generator.base_urls: {url} says {said}; {advice}")
-
-    def redacted(self, text: str) -> str:
-        """A server's text, shortened, without the key and without the start of a key before a cut."""
-        text = one_line(text, 2000)
-        for secret in {self._key, json.dumps(self._key)[1:-1]} - {""}:
-            text = text.replace(secret, "***")
-            for length in range(len(secret) - 1, 2, -1):
-                text = text.replace(secret[:length] + "...", "***...")
-        return text
 
 
 async def _read(reply: httpx.Response, most: int) -> bytes:

@@ -195,18 +195,17 @@ class Servers:
     async def _look(self, server: Server, ask: bool = True) -> None:
         """Puts a server into service if it serves the target and answers. Raises Failed, UserError."""
         models, rows = await self._client.models(server.url), self.settings.max_length
-        with self._client.translated():
-            self.model = self.model or next(iter(models), None)
-            if self.model not in models or (self._named is None and len(models) > 1):
-                serves = f"data.generator.served_model: {server.url} serves {', '.join(models) or 'nothing'}"
-                raise UserError(f"{serves}, not {self.model}: name the one that is the target")
-            if type(longest := models[self.model]) is int and longest < rows:
-                raise UserError(
-                    f"data.max_length: {server.url} serves at most {longest} tokens (max_model_len), rows have up to "
-                    f"{rows}: start the server with more, or set data.max_length={longest}"
-                )
-            if ask:
-                await self._ask_one_token(server)
+        self.model = self.model or next(iter(models), None)
+        if self.model not in models or (self._named is None and len(models) > 1):
+            serves = f"data.generator.served_model: {server.url} serves {', '.join(models) or 'nothing'}"
+            raise UserError(f"{serves}, not {self.model}: name the one that is the target")
+        if type(longest := models[self.model]) is int and longest < rows:
+            raise UserError(
+                f"data.max_length: {server.url} serves at most {longest} tokens (max_model_len), rows have up to "
+                f"{rows}: start the server with more, or set data.max_length={longest}"
+            )
+        if ask:
+            await self._ask_one_token(server)
         server.aside = False
         self._wake()
 
@@ -237,7 +236,7 @@ class Servers:
             try:
                 await self._look(server)
             except Exception as error:  # any other one would end the looks as well
-                server.last_failure = self._client.redacted(str(error))
+                server.last_failure = str(error)
 
     def _note_good(self, server: Server) -> None:
         server.failures, server.aside = 0, False
@@ -279,8 +278,7 @@ class Servers:
             server.in_flight += 1
             try:
                 said = await self._ask(server, prompt, body)
-                with self._client.translated():
-                    ids, reason, retokenised = read_answer(said, prompt, limit, self._vocabulary)
+                ids, reason, retokenised = read_answer(said, prompt, limit, self._vocabulary)
             except Refused as error:
                 self._note_good(server)
                 return Unanswered(key, str(error), refused=True)

@@ -16,12 +16,12 @@ from tests.pairs import taught
 LAYERS = (0, 1, 2)  # that the drafter reads
 
 
-def add_drafter(place: Workspace) -> Path:
+def add_drafter(place: Workspace, steps: int = 60) -> Path:
     """One that knows what this target says to a few prompts."""
     section = TargetSection(model=str(place.target))
     target, tokenizer = Target(TargetFiles(section).load_model("cpu"), LAYERS), TargetFiles(section).tokenizer
     prompts = tuple(render_prompt(tokenizer, [{"role": "user", "content": f"the cat {i} 0"}]) for i in range(4))
-    drafter = taught(target, DraftVocab.full(target.vocab_size), prompts, length=20, steps=60)
+    drafter = taught(target, DraftVocab.full(target.vocab_size), prompts, length=20, steps=steps)
     identity = TargetFiles(section).identity_of(target)
     save_drafter(place.folder / "drafter", drafter, identity, "", {})
     return place.folder / "drafter"

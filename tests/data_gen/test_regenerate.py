@@ -189,7 +189,7 @@ def test_every_prompt_has_the_date_of_the_first(
         place.run(dated, "target.date=2025-07-27")
     other = tmp_path / "other/prompt_date.txt"
 
-    def date_of(*more: str) -> str:
+    def date_of(*more: str) -> str | None:
         recipe = load_recipe(place.recipe, [dated, f"output_dir={tmp_path / 'other'}", *more])
         make_out(recipe)  # as an evaluation does
         return prompt_date(TargetFiles(recipe.target).tokenizer)

@@ -296,9 +296,10 @@ def test_a_silent_server_does_not_keep_the_others_waiting(place: ServedPlace) ->
         place.check()
         # Alone, it is waited for.
         place.path.unlink()
-        threading.Timer(1.0, mute.set).start()
         place.use(silent)
-        assert f"note: waiting for a first answer of {silent.url}" in place.run()
+        looks = silent.looks
+        with meanwhile(lambda: silent.looks > looks, lambda: (time.sleep(0.6), mute.set())):
+            assert f"note: waiting for a first answer of {silent.url}" in place.run()
     place.check()
 
 
@@ -404,7 +405,6 @@ def test_the_key_is_not_in_what_servers_say(place: ServedPlace, monkeypatch: pyt
         raw(b'{"error": {"message": "bad key Bearer sk-verysecret"}}'), raw(b"bad key Bearer sk-verysecret"),
         raw(b'{"error": "' + b"x" * 192 + b' sk-verysecret"}', 500), raw(b" " * 1995 + b" sk-verysecret", 500),
         completion(finish_reason="sk-verysecret"), completion(stop_reason="sk-verysecret", token_ids=[7]),
-        raw(b'{"error": "sk-\\u001bverysecret"}', 400),
     ]  # fmt: skip
     monkeypatch.setenv("MY_KEY", "sk-verysecret")
     place.ask(8, turns=3)
