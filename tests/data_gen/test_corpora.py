@@ -64,16 +64,7 @@ def test_every_form_of_file_counts_the_same(
         (place / f"t{i:02}.txt").write_text(text, encoding="utf-8")
         (place / f"t{i:02}.txt.gz").write_bytes(gzip.compress(text.encode()))
     (place / "split/link.jsonl").symlink_to("0.jsonl")
-    names = [
-        "a.jsonl",
-        "a.jsonl.gz",
-        "a.json",
-        "split/**/**/*.jsonl*",
-        "a.parquet",
-        "folder",
-        "t*.txt",
-        "t*.gz",
-    ]
+    names = ("a.jsonl", "a.jsonl.gz", "a.json", "split/**/**/*.jsonl*", "a.parquet", "folder", "t*.txt", "t*.gz")
     sources = [{"source": str(place / name), "max_documents": most} for name in names]
     sources += [{"source": f"hf:{place / 'hub'}:train", "max_documents": most}]
     printed, wanted = rank_by(sources), counted(texts[:most], tokenizer)

@@ -16,7 +16,6 @@ from draftsmith.data_gen.server_client import generator as server_generator
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.sections.target import TargetSection
 from tests.clock import on
 from tests.data_gen.fake_server import STOP, FakeServer, expected
 from tests.data_gen.regeneration_place import RegenerationPlace
@@ -89,7 +88,7 @@ def some_prompts(place: Place) -> list[dict[str, Any]]:
 def test_lines_name_their_pictures_and_hold_what_was_asked(place: Place) -> None:
     place.write_prompts(*some_prompts(place))
     place.run()
-    records, tokenizer = place.by_id(), TargetFiles(TargetSection(model=str(place.target))).tokenizer
+    records, tokenizer = place.by_id(), place.tokenizer
     assert set(records) == {"parts", "other", "turns", "column", "url", "text"}
     a, b, c = (place.part(name) for name in ("a.png", "b.png", "c.png"))
     first = {key: record["messages"][0]["content"] for key, record in records.items()}
@@ -187,7 +186,7 @@ def served(
 
 
 def server_of(place: Place, **manners: Any) -> FakeServer:
-    return FakeServer(TargetFiles(TargetSection(model=str(place.target))).tokenizer, **manners)
+    return FakeServer(place.tokenizer, **manners)
 
 
 def openai(server: FakeServer, **more: Any) -> list[str]:

@@ -225,9 +225,5 @@ def test_all_sources_that_are_wrong_are_told_at_once(place: Path, rank_by: Scrip
 def test_a_corpus_smaller_than_the_vocabulary_is_filled_up(place: Path, rank_by: Script) -> None:
     a = write_lines(place / "a.jsonl", [{"text": "the cat sat"}])
     seen = len(counted(["the cat sat"], make_tokenizer()))
-    with pytest.raises(UserError, match=r"3 has no room for the 4 stop and template tokens \[1, 2, 3, 4\]"):
-        rank_by([{"source": str(a)}], "drafter.vocab_size=3")
     assert "note:" not in rank_by([{"source": str(a)}], f"drafter.vocab_size={seen + 4}")
     assert f"note: only {seen + 4} of 100 draft" in rank_by([{"source": str(a)}], "drafter.vocab_size=100")
-    vocab, counts = DraftVocab.load(place / "out/draft_vocab.safetensors"), load_token_counts(token_counts(place))[0]
-    assert vocab.target_ids.tolist() == reference.most_frequent(list(range(VOCAB_SIZE)), counts.tolist(), 100, TEMPLATE)
