@@ -12,12 +12,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.data_gen.answers.conversation_log import NAMED_AT_MOST, ConversationLog, LogContent, not_done, read_log
-from draftsmith.data_gen.answers.generators import (
-    DRAFT_TOKENS,
-    GenerationSettings,
-    Writer,
-    resolve_sampling,
-)
+from draftsmith.data_gen.answers.generators import DRAFT_TOKENS, GenerationSettings, Writer, resolve_sampling
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
 from draftsmith.data_gen.server_client.answers import Vocabulary
 from draftsmith.data_gen.server_client.generator import Servers, Unanswered

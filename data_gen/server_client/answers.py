@@ -28,10 +28,9 @@ _LOOSE = re.compile(r"[\s\ufffd]+")
 
 
 class Failed(Exception):
-    """A failed try; another one may succeed."""
+    """A failed try; another one may succeed, after `pause` seconds if the server asks for that."""
 
     def __init__(self, reason: str, unreachable: bool = False, busy: bool = False, pause: float = 0.0):
-        """`pause`: seconds before the next request, as the server asks."""
         super().__init__(reason)
         self.unreachable, self.busy, self.pause = unreachable, busy, pause
 
