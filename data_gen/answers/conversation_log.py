@@ -11,7 +11,7 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lines import append_line, json_line
@@ -24,24 +24,17 @@ NAMED_AT_MOST = 5  # conversations that an error lists
 _START = b'{"id": '  # of every line that regenerate writes
 
 
-class Done(NamedTuple):
-    """A finished conversation."""
-
-    line: int  # from 1
-    asked_digest: str
-
-
 @dataclass
 class LogContent:
     """What a conversations file holds."""
 
     path: Path
-    done: dict[str, Done] = field(default_factory=dict)  # by id
+    done: dict[str, tuple[int, str]] = field(default_factory=dict)  # by id: its line, from 1, and asked_digest
     answers: int = 0
     answer_tokens: int = 0
     whole_bytes: int = 0  # length of the file without a torn last line
     torn_bytes: int = 0
-    learned: dict[str, set[str]] = field(default_factory=dict)  # values of LEARNED among the lines
+    learned: dict[str, set[str]] = field(default_factory=lambda: {name: set() for name in LEARNED})  # values of lines
 
 
 def read_log(path: Path, generator: dict[str, Any]) -> LogContent:
@@ -52,25 +45,24 @@ def read_log(path: Path, generator: dict[str, Any]) -> LogContent:
     content = LogContent(path)
     if not path.exists():
         return content
-    torn_at = 0
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
-            if torn_at:
-                raise _not_ours(path, torn_at)
-            record: Any = None
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(raw)
-            if record is None and not _may_be_torn(raw, bool(content.done)):
-                raise _not_ours(path, number)  # never cut off foreign text
+            if content.torn_bytes:  # allowed in the last line only
+                raise _not_ours(path, number - 1)
             try:
-                if record is not None:
-                    conversation_id, turns, written_by = record["id"], record["turns"], record["generator"]
-                    done = Done(number, record["asked_digest"])
-                    tokens = sum(len(turn["output_token_ids"]) for turn in turns)
+                record = json.loads(raw)
+                conversation_id, turns, written_by = record["id"], record["turns"], record["generator"]
+                done = number, record["asked_digest"]
+                tokens = sum(len(turn["output_token_ids"]) for turn in turns)
             except (KeyError, TypeError):
                 raise _not_ours(path, number) from None
-            if record is None or not raw.endswith(b"\n"):
-                torn_at, content.torn_bytes = number, len(raw)  # allowed in the last line only
+            except (ValueError, RecursionError):
+                if not _may_be_torn(raw, bool(content.done)):  # never cut off foreign text
+                    raise _not_ours(path, number) from None
+                content.torn_bytes = len(raw)
+                continue
+            if not raw.endswith(b"\n"):
+                content.torn_bytes = len(raw)
                 continue
             _check_generator(path, number, written_by, generator)
             if conversation_id in content.done:
@@ -81,7 +73,7 @@ def read_log(path: Path, generator: dict[str, Any]) -> LogContent:
             content.whole_bytes += len(raw)
             for name in LEARNED:
                 if name in written_by:
-                    content.learned.setdefault(name, set()).add(written_by[name])
+                    content.learned[name].add(written_by[name])
     return content
 
 
@@ -96,26 +88,6 @@ def _not_ours(path: Path, line: int) -> UserError:
     return UserError(f"{path}:{line}: not a line of regenerate's; move the file away, or use another output_dir")
 
 
-def not_done(conversations: list[Conversation], content: LogContent) -> list[Conversation]:
-    """The conversations that are still to be asked. Raises UserError if a finished id was asked something else."""
-    todo, others = [], []
-    for conversation in conversations:
-        done = content.done.get(conversation.id)
-        if done is None:
-            todo.append(conversation)
-        elif (digest := asked_digest(conversation)) != done.asked_digest:
-            others.append(
-                f"{content.path}:{done.line}: conversation {conversation.id!r} was asked something else there "
-                f"(asked_digest {done.asked_digest[:16]}) than {conversation.source}:{conversation.line} asks now "
-                f"({digest[:16]})"
-            )
-    if others:
-        more = [f"and {len(others) - NAMED_AT_MOST:,} more"] if len(others) > NAMED_AT_MOST else []
-        advice = "these prompts have the ids of others that are done: use another output_dir, or give them other ids"
-        raise UserError([*others[:NAMED_AT_MOST], *more, advice])
-    return todo
-
-
 def _check_generator(path: Path, line: int, written_by: dict[str, Any], generator: dict[str, Any]) -> None:
     differences = [
         f"{path}:{line}: written with {key} {written_by.get(key)!r}, this run has {value!r}"
@@ -127,17 +99,37 @@ def _check_generator(path: Path, line: int, written_by: dict[str, Any], generato
         raise UserError([*differences, advice])
 
 
+def not_done(conversations: list[Conversation], content: LogContent) -> list[Conversation]:
+    """The conversations that are still to be asked. Raises UserError if a finished id was asked something else."""
+    todo, others = [], []
+    for conversation in conversations:
+        if conversation.id not in content.done:
+            todo.append(conversation)
+            continue
+        line, digest = content.done[conversation.id]
+        if digest != asked_digest(conversation):
+            others.append(
+                f"{content.path}:{line}: conversation {conversation.id!r} was asked something else there than "
+                f"{conversation.source}:{conversation.line} asks now"
+            )
+    if others:
+        advice = "have the ids of others that are done: use another output_dir, or give them other ids"
+        raise UserError([*others[:NAMED_AT_MOST], f"{len(others):,} prompts {advice}"])
+    return todo
+
+
 class ConversationLog:
     """Appends records to a conversations file under a lock.
 
     Raises UserError if another process is writing the file, or as `read_log` does.
 
-    Args:
-        generator: is written into every line. The file's lines must have the same one.
+    Attributes:
+        generator: is written into every line. The file's lines must have the one that the log was opened with.
+        appended: lines of this run.
     """
 
     def __init__(self, path: Path, generator: dict[str, Any]):
-        self.path, self._generator = path, dict(generator)
+        self.path, self.generator, self.appended = path, dict(generator), 0
         path.parent.mkdir(parents=True, exist_ok=True)
         taken = f"{path}: another process is writing it; wait for it, or use another output_dir"
         with contextlib.ExitStack() as opened:
@@ -149,25 +141,19 @@ class ConversationLog:
             self._file.truncate(self.content.whole_bytes)
             print(f"{path}: its last line was torn ({self.content.torn_bytes} bytes) and was cut off; it is made again")
         self._synced = time.monotonic()
-        self.appended = 0  # lines of this run
 
     def identify(self, name: str, value: str) -> None:
         """Adds one of LEARNED to the generator. Raises UserError if the file holds lines of another target."""
-        others = self.content.learned.get(name, set()) - {value}
-        if others:
+        if others := self.content.learned[name] - {value}:
             raise UserError(
-                f"{self.path}: written by {self._generator['target']} with {name} {min(others)[:64]}, the model "
+                f"{self.path}: written by {self.generator['target']} with {name} {min(others)[:64]}, the model "
                 f"there now has {value[:64]}: the target was changed; use another output_dir"
             )
-        self._generator[name] = value
-
-    def note(self, name: str, value: Any) -> None:
-        """Adds a value to this run's lines. Older lines need not have it."""
-        self._generator[name] = value
+        self.generator[name] = value
 
     def append(self, record: dict[str, Any]) -> None:
         """Writes one line. It survives a kill at once, and a power cut after about a second."""
-        append_line(self._file, self.path, json_line(record | {"generator": self._generator}))
+        append_line(self._file, self.path, json_line(record | {"generator": self.generator}))
         self.appended += 1  # at once: an interrupt may come before the next line
         if time.monotonic() - self._synced > SECONDS_BETWEEN_SYNCS:
             os.fsync(self._file.fileno())

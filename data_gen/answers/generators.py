@@ -1,7 +1,7 @@
 """Writes answers with the target in this process, by the decoding loop of `eval.decoding`, with or without a drafter.
 
-Answers arrive in the order in which they end. A finished answer gives its row to the next prompt. Prompts are read in
-right-padded groups, so an answer does not depend on its neighbours, up to the rounding of batched matrix products.
+Answers arrive in the order in which they end. A finished answer gives its row to the next prompt. An answer does not
+depend on its neighbours, up to the rounding of batched matrix products.
 
 With a drafter (docs/prompts-and-answers.md) greedy answers stay the same token for token in float32. Sampled answers
 differ but follow the same distribution, because verification draws more random numbers.
@@ -19,14 +19,13 @@ from draftsmith.data_gen.states.answer_states import AnswerStates
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.decode import Request, TargetVerifier, decode_stream
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.decoding.proposers import check_drafter
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.drafters import drafting_of
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.errors import UserError, collecting_problems
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.eval import TreeSection
 
@@ -64,7 +63,7 @@ def resolve_sampling(
 ) -> Sampling:
     """None is replaced by the target's generation config, else by temperature 1, top_p 1 and top_k off.
 
-    Raises UserError if the generation config holds a number out of range.
+    Raises UserError if the result is out of range.
     """
 
     def first(*values: Any) -> Any:
@@ -108,17 +107,14 @@ class Writer:
 
     @classmethod
     def of(
-        cls,
-        recipe: Recipe,
-        files: TargetFiles,
-        settings: GenerationSettings,
-        draft_tokens: int = DRAFT_TOKENS,
+        cls, recipe: Recipe, files: TargetFiles, settings: GenerationSettings, draft_tokens: int = DRAFT_TOKENS
     ) -> "Writer":
         """The recipe's target, with data.generator.drafter if there is one, which drafts chains of `draft_tokens`."""
-        models, generator, proposer = LoadedModels(files), recipe.data.generator, None
-        if generator.drafter is not None:
-            drafter = models.drafter(Path(generator.drafter))
-            proposer = PolicyProposer(drafting_of(drafter), policy_of(_tree(draft_tokens), settings.sampling))
+        models, proposer = LoadedModels(files), None
+        if recipe.data.generator.drafter is not None:
+            drafter = models.drafter(Path(recipe.data.generator.drafter))
+            chain = policy_of(TreeSection(policy="chain", nodes=1 + draft_tokens), settings.sampling)
+            proposer = PolicyProposer(drafting_of(drafter), chain)
         return cls(models.target, settings, proposer)
 
     @torch.inference_mode()
@@ -126,7 +122,7 @@ class Writer:
         """Yields each answer as soon as it ends.
 
         Args:
-            prompts: (key, prompt), shorter than settings.max_length. The key also seeds the answer's draws. None: no
+            prompts: (key, prompt shorter than settings.max_length). The key also seeds the answer's draws. None: no
                 prompt is ready before another answer ends.
         """
         settings, states, session = self.settings, self.states, None
@@ -135,8 +131,10 @@ class Writer:
         def request(asked: Asked | None) -> Request | None:
             if asked is None:
                 return None
-            open_prompts[asked[0]] = asked[1]
-            return self._request(*asked)
+            key, prompt = asked
+            open_prompts[key] = prompt
+            budget = min(settings.max_new_tokens, settings.max_length - len(prompt))
+            return Request(key, prompt, budget, None if settings.sampling.greedy else SeededDraws(settings.seed, key))
 
         prefill = PREFILL_TOKENS_ON_CPU if self.target.device.type == "cpu" else PREFILL_TOKENS
         verifier = TargetVerifier(self.target, self.proposer, self.acceptance, prefill)
@@ -155,32 +153,7 @@ class Writer:
                 key, answer.token_ids, "stop" if answer.token_ids[-1] in settings.stop_ids else "length"
             )
 
-    def _request(self, key: Hashable, prompt: Sequence[int]) -> Request:
-        settings = self.settings
-        if not 0 < len(prompt) < settings.max_length:
-            raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in {settings.max_length}")
-        budget = min(settings.max_new_tokens, settings.max_length - len(prompt))
-        return Request(key, prompt, budget, None if settings.sampling.greedy else SeededDraws(settings.seed, key))
-
     def summary(self) -> list[str]:
         if self.proposer is None or not self.rounds:
             return []
         return [f"drafted: {self.drafted / self.rounds:.2f} tokens of an answer in each pass of the target"]
-
-
-def check_generator_drafter(recipe: Recipe, files: TargetFiles) -> None:
-    """Checks data.generator.drafter before weights are loaded.
-
-    Raises UserError for a missing drafter or a drafter of another target.
-    """
-    generator, problems = recipe.data.generator, list[str]()
-    assert generator.drafter is not None
-    with collecting_problems(problems, before="data.generator.drafter: "):
-        check_drafter(files, Path(generator.drafter))
-    if problems:
-        raise UserError(problems)
-
-
-def _tree(draft_tokens: int) -> TreeSection:
-    """The chains that data.generator.drafter drafts."""
-    return TreeSection(policy="chain", nodes=1 + draft_tokens)

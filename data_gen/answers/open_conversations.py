@@ -1,6 +1,6 @@
 """Conversations under way: the next prompt of each, and its record after the last answer."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.answers.generators import Asked, GeneratedAnswer
-from draftsmith.data_gen.server_client.chats import ChatPrompt
+from draftsmith.data_gen.server_client.client import ChatPrompt
 from draftsmith.data_gen.server_client.generator import Unanswered
 from draftsmith.models.chat import RenderError, answer_message, as_text, reads_pictures, render_prompt
 from draftsmith.models.prompt import Prompt
@@ -35,10 +35,7 @@ class _Progress:
 class OpenConversations:
     """Makes prompts from conversations, turn by turn, and finished records from the answers.
 
-    A record names its pictures as `with_named_pictures` does, whatever form the conversation has.
-
-    Args:
-        store: stores the bytes of a picture that has no file, and returns their path.
+    A record names its pictures as `with_named_pictures` does; `store` gives a path to those without a file.
     """
 
     def __init__(
@@ -51,6 +48,7 @@ class OpenConversations:
     ):
         self.rejected = 0  # conversations that could not be asked
         self.failed: dict[str, str] = {}  # conversation id -> why this run has no answer
+        self.counts: Counter[str] = Counter()  # of answers: answers, tokens, cut, retokenised; user turns: unasked
         self._fresh = iter(conversations)
         self._continued: deque[_Progress] = deque()  # the next prompt is ready
         self._open: dict[str, _Progress] = {}  # waiting for an answer
@@ -80,13 +78,16 @@ class OpenConversations:
             "finish_reason": finish_reason,
         }
         progress.turns.append(turn | {"retokenised": True} if retokenised else turn)
-        unasked, reason = len(progress.pending), "the answer before was cut"
-        if unasked and finish_reason == "stop":
-            reason = self._prepare(progress)
-            if reason is None:
-                self._continued.append(progress)
-                return None
-        return _record(progress, unasked, reason)
+        cut = finish_reason == "length"
+        self.counts.update(answers=1, tokens=len(output_ids), cut=cut, retokenised=retokenised)
+        if cut or not progress.pending:
+            return self._record(progress, len(progress.pending), "the answer before was cut")
+        try:
+            self._prepare(progress)
+        except (RenderError, ValueError) as error:
+            return self._record(progress, len(progress.pending), str(error))
+        self._continued.append(progress)
+        return None
 
     def give_up(self, unanswered: Unanswered) -> dict[str, Any] | None:
         """Ends a conversation early. Returns its record if earlier turns were answered and this one was refused."""
@@ -99,53 +100,46 @@ class OpenConversations:
             self._reject(progress.conversation, unanswered.reason)
             return None
         del progress.messages[progress.answered :]  # the question, with the calls and results before it
-        return _record(progress, len(progress.pending) + 1, unanswered.reason)
+        return self._record(progress, len(progress.pending) + 1, unanswered.reason)
 
     def _next_fresh(self) -> _Progress | None:
-        """The next conversation with a usable first turn; rejects the ones before it."""
+        """The next conversation that can be asked; rejects the ones before it."""
         for conversation in self._fresh:
             try:
-                progress = _Progress(conversation, deque(questions(self._checked(conversation))))
+                if reads_pictures(self._tokenizer):
+                    messages = with_named_pictures(conversation, self._store).messages
+                else:
+                    messages = conversation.messages
+                    as_text(messages, conversation.images)  # refuses pictures, in whatever turn
+                progress = _Progress(conversation, deque(questions(messages)))
+                self._prepare(progress)
+                return progress
             except (RenderError, ValueError) as error:
                 self._reject(conversation, str(error))
-                continue
-            problem = self._prepare(progress) if progress.pending else "no user turn"
-            if problem is None:
-                return progress
-            self._reject(conversation, problem)
         return None
-
-    def _checked(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """Messages, pictures named. Raises RenderError or ValueError for content of any turn that cannot be asked."""
-        if reads_pictures(self._tokenizer):
-            return with_named_pictures(conversation, self._store).messages
-        as_text(conversation.messages, conversation.images)
-        return conversation.messages
 
     def _reject(self, conversation: Conversation, problem: str) -> None:
         self._rejects.add_conversation(conversation, problem)
         self.rejected += 1
 
-    def _prepare(self, progress: _Progress) -> str | None:
-        """Renders the prompt of the next answer. Returns the problem, leaving `progress` unchanged, or None."""
+    def _prepare(self, progress: _Progress) -> None:
+        """Renders the prompt of the next answer. Raises RenderError or ValueError, leaving `progress` unchanged."""
         messages, tools = [*progress.messages, *progress.pending[0]], progress.conversation.meta.get("tools")
-        try:
-            prompt = render_prompt(self._tokenizer, messages, tools)
-        except RenderError as error:
-            return str(error)
+        prompt = render_prompt(self._tokenizer, messages, tools)
         if prompt.inserts:  # servers read the messages
             prompt = ChatPrompt(prompt.token_ids, prompt.inserts, messages, tools or ())
         if len(prompt) >= self._max_length:
-            return f"longer than data.max_length: a prompt of {len(prompt)} tokens, the limit is {self._max_length}"
+            raise ValueError(
+                f"longer than data.max_length: a prompt of {len(prompt)} tokens, the limit is {self._max_length}"
+            )
         progress.messages, progress.prompt = messages, prompt
         progress.pending.popleft()
-        return None
 
-
-def _record(progress: _Progress, unasked: int, reason: str | None) -> dict[str, Any]:
-    conversation = progress.conversation
-    record: dict[str, Any] = {"id": conversation.id, "messages": progress.messages, "turns": progress.turns}
-    record["asked_digest"] = asked_digest(conversation)
-    if unasked:
-        record |= {"unasked_turns": unasked, "unasked_reason": reason}
-    return record | {"meta": conversation.meta}
+    def _record(self, progress: _Progress, unasked: int, reason: str) -> dict[str, Any]:
+        self.counts["unasked"] += unasked
+        conversation = progress.conversation
+        record: dict[str, Any] = {"id": conversation.id, "messages": progress.messages, "turns": progress.turns}
+        record["asked_digest"] = asked_digest(conversation)
+        if unasked:
+            record |= {"unasked_turns": unasked, "unasked_reason": reason}
+        return record | {"meta": conversation.meta}

@@ -2,37 +2,25 @@
 
 import contextlib
 import signal
-import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from draftsmith.data_gen.answers.conversation_log import ConversationLog, LogContent, not_done, read_log
-from draftsmith.data_gen.answers.generators import (
-    DRAFT_TOKENS,
-    GeneratedAnswer,
-    GenerationSettings,
-    Writer,
-    check_generator_drafter,
-    resolve_sampling,
-)
+from draftsmith.data_gen.answers.conversation_log import NAMED_AT_MOST, ConversationLog, LogContent, not_done, read_log
+from draftsmith.data_gen.answers.generators import DRAFT_TOKENS, GenerationSettings, Writer, resolve_sampling
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
 from draftsmith.data_gen.server_client.answers import Vocabulary
 from draftsmith.data_gen.server_client.generator import Servers, Unanswered
-from draftsmith.data_gen.states.answer_states import AnswerStates, storing, wanted_states
+from draftsmith.data_gen.states.answer_states import storing, wanted_states
 from draftsmith.data_gen.states.capturing import WantedStates, complete
 from draftsmith.data_gen.training_rows.overlap import screen
-from draftsmith.models.chat import (
-    RenderError,
-    prompt_date,
-    reads_pictures,
-    render_prompt,
-    template_variables,
-)
+from draftsmith.eval.decoding.proposers import check_drafter
+from draftsmith.models.chat import RenderError, prompt_date, reads_pictures, render_prompt, template_variables
 from draftsmith.models.checkpoint import weight_bytes
 from draftsmith.models.context_limits import bounded_rows, check_evaluation, longest_row
 from draftsmith.models.costs import free_bytes, gigabytes, plan_decoding
@@ -46,16 +34,9 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.prompts.picture_files import data_url, store_picture
 from draftsmith.recipes.prompts.pictures import with_named_pictures
-from draftsmith.recipes.prompts.reader import (
-    DUPLICATE,
-    Conversation,
-    Rejects,
-    questions,
-    read_training_prompts,
-)
+from draftsmith.recipes.prompts.reader import DUPLICATE, Conversation, Rejects, questions, read_training_prompts
 from draftsmith.recipes.schema import Recipe
 
-NAMED_AT_MOST = 5  # conversations without an answer that the summary lists
 SAMPLED = 500  # conversations whose first prompts are rendered to know their length
 HUB_SAMPLE = 50  # conversations of a hub dataset that a plan fetches
 BYTES_A_TOKEN = 12  # of an answer on disk: its id in JSON, and its text
@@ -64,46 +45,36 @@ CUT_SHARE = 0.5  # share of cut answers above which the summary gives advice
 
 def main(command: Command) -> int:
     """Writes the answers and returns the number of conversations that the next run has to ask again."""
-    recipe, section = with_writing_drafter(command.recipe, command.plan), command.recipe.target
-    files = TargetFiles(section)
+    recipe = with_writing_drafter(command.recipe, command.plan)
+    files = TargetFiles(recipe.target)
     check_export(recipe, files)
     if not command.plan:
         check_evaluation(recipe, files)
-    tokenizer = files.tokenizer
     settings = generation_settings(recipe, files)
-    generator = generator_identity(recipe, settings, files)
+    identity = generator_identity(recipe, settings, files)
     if note := bounded_rows(recipe, files):
         print(note)
     drafter = recipe.data.generator.drafter
     if drafter is not None and not yet_to_import(recipe, drafter):
-        check_generator_drafter(recipe, files)
+        problems: list[str] = []
+        with collecting_problems(problems, before="data.generator.drafter: "):
+            check_drafter(files, Path(drafter))
+        if problems:
+            raise UserError(problems)
     path = recipe.conversations_path
     rejects = Rejects(None if command.plan else path.with_suffix(".rejects.jsonl"))
-    limit, sample_only = recipe.data.max_prompts, command.plan and recipe.data.has_hub_prompts
-    if sample_only:
-        limit = min(limit or HUB_SAMPLE, HUB_SAMPLE)
-    conversations = list(read_training_prompts(recipe.data, rejects, limit))
-    shown = sum(bool(conversation.images or conversation.other_parts) for conversation in conversations)
-    if 0 < shown == len(conversations) and not reads_pictures(tokenizer):
-        raise UserError(
-            f"data.prompts: {section.model} reads text only, and all {shown:,} prompts have pictures: name prompts of "
-            "text, or a vision-language target"
-        )
-    if (dropped := rejects.counts[DUPLICATE]) > 0:
-        print(f"data.prompts: repeated questions dropped: {dropped:,} (data.duplicates=keep keeps them)")
-    if not sample_only:
-        conversations = screen(recipe, conversations, rejects, write=not command.plan)
+    conversations = asked_conversations(recipe, files, rejects, command.plan)
     for note in answer_notes(files):
         print(note)
     if command.plan:
         with PlanLines() as plan:
-            print_regeneration_plan(plan, recipe, files, settings, conversations, read_log(path, generator))
+            print_regeneration_plan(plan, recipe, files, settings, conversations, read_log(path, identity))
             plan.line("rejected", rejects.summary())
             if recipe.data.generator.kind == "openai":
                 with open_servers(recipe, settings, files) as servers:
                     plan.line("servers", f"reached, and serving {servers.connect(ask=False)}; nothing was asked")
         return 0
-    with ConversationLog(path, generator) as log, _sigterm_exits():
+    with ConversationLog(path, identity) as log, _sigterm_exits():
         todo = not_done(conversations, log.content)
         done = len(conversations) - len(todo)
         if others := len(log.content.done) - done:
@@ -117,84 +88,84 @@ def main(command: Command) -> int:
         if recipe.data.generator.kind == "openai":
             with open_servers(recipe, settings, files) as servers:
                 log.identify("served_model", servers.connect())
-                return regenerate(servers, tokenizer, todo, settings, log, rejects)
+                return regenerate(servers, files.tokenizer, todo, log, rejects)
         if (asked := wanted_states(recipe, files)) is not None:
-            prompts = first_prompts(tokenizer, todo)
-            check_room_for_states(asked, recipe.states_dir, prompts, len(todo), log.content)
+            check_room_for_states(asked, recipe, files, todo, len(todo), log.content)
         writer = Writer.of(recipe, files, settings)
         for name, digest in weight_digests(writer.target).items():
             log.identify(name, digest)
         if not writer.acceptance.lossless:  # these answers are not the target's own
-            log.note("lossless", False)
+            log.generator["lossless"] = False
         if drafter is not None:
-            log.note("drafted_by", {"drafter": drafter, "draft_tokens": DRAFT_TOKENS})
+            log.generator["drafted_by"] = {"drafter": drafter, "draft_tokens": DRAFT_TOKENS}
         with contextlib.ExitStack() as held:
             if asked is not None:
                 writer.states = held.enter_context(storing(recipe, asked, files, writer.target))
-            unanswered = regenerate(writer, tokenizer, todo, settings, log, rejects, writer.states)
+            unanswered = regenerate(writer, files.tokenizer, todo, log, rejects)
         if asked is not None or not log.appended:
             complete(recipe, writer.target)
         return unanswered
+
+
+def asked_conversations(recipe: Recipe, files: TargetFiles, rejects: Rejects, plan: bool) -> list[Conversation]:
+    """The recipe's conversations. Of a hub dataset a plan reads a few, and does not compare them with eval.prompts."""
+    limit, sample_only = recipe.data.max_prompts, plan and recipe.data.has_hub_prompts
+    if sample_only:
+        limit = min(limit or HUB_SAMPLE, HUB_SAMPLE)
+    conversations = list(read_training_prompts(recipe.data, rejects, limit))
+    if not reads_pictures(files.tokenizer) and all(each.images or each.other_parts for each in conversations):
+        raise UserError(
+            f"data.prompts: {recipe.target.model} reads text only, and all prompts have pictures: name prompts of "
+            "text, or a vision-language target"
+        )
+    if (dropped := rejects.counts[DUPLICATE]) > 0:
+        print(f"data.prompts: repeated questions dropped: {dropped:,} (data.duplicates=keep keeps them)")
+    return conversations if sample_only else screen(recipe, conversations, rejects, write=not plan)
 
 
 def regenerate(
     writer: Writer | Servers,
     tokenizer: PreTrainedTokenizerBase,
     conversations: list[Conversation],
-    settings: GenerationSettings,
     log: ConversationLog,
     rejects: Rejects,
-    states: AnswerStates | None = None,
 ) -> int:
     """Answers `conversations` and appends each to `log` after its last turn. Returns how many got no answer.
 
-    Raises UserError if no conversation could be asked or answered.
-
-    Args:
-        states: of a `Writer`; each conversation's are stored first.
+    Raises UserError if nothing was answered, now or earlier.
     """
     store = partial(store_picture, folder=log.path.with_suffix(".pictures"))
-    asked = OpenConversations(conversations, tokenizer, settings.max_length, rejects, store)
-    tally, ended = _Tally(settings), False
+    asked = OpenConversations(conversations, tokenizer, writer.settings.max_length, rejects, store)
+    bar, ended = Bar(total=len(conversations), desc="regenerating", unit="conversation"), False
     try:
-        with Bar(total=len(conversations), desc="regenerating", unit="conversation") as bar:
+        with bar:
             for answer in writer(asked.prompts()):
                 finished = None
                 if isinstance(answer, Unanswered):
                     finished = asked.give_up(answer)
                 elif answer is not None:
-                    tally.add(answer)
                     finished = asked.take(answer)
                 if finished is not None:
-                    if states is not None:
-                        states.store(finished["id"])
+                    if writer.states is not None:
+                        writer.states.store(finished["id"])
                     log.append(finished)
-                    tally.unasked += finished.get("unasked_turns", 0)
-                bar.set_postfix_str(tally.progress(writer), refresh=False)
                 bar.update(log.appended + asked.rejected + len(asked.failed) - bar.n)
-                if answer is None:
-                    bar.refresh()
-            bar.update(log.appended + asked.rejected + len(asked.failed) - bar.n)
-        if asked.failed and not log.appended:
-            first, reason = next(iter(asked.failed.items()))
-            raise UserError(
-                f"data.generator: none of {len(conversations):,} conversations was answered; {first}: {reason}"
-            )
+                rate = f"{writer.tokens_received / max(bar.seconds, 1e-3):,.0f} tokens/s"
+                bar.set_postfix_str(rate + writer.load, refresh=answer is None)
         if not log.appended and not log.content.done:
-            raise UserError(
-                f"data.prompts: none of {len(conversations):,} conversations could be asked; {rejects.summary()}"
-            )
+            reasons = [f"{name}: {reason}" for name, reason in asked.failed.items()][:1] or [rejects.summary()]
+            raise UserError(f"data.prompts: none of {len(conversations):,} conversations was answered; {reasons[0]}")
         ended = True
     finally:
-        if ended or tally.turns:  # after an interrupt as well, but not after an error before the first answer
+        if ended or asked.counts:  # after an interrupt as well, but not after an error before the first answer
             print(
                 f"{log.appended:,} of {len(conversations):,} conversations written"
                 + f", {asked.rejected:,} rejected" * (asked.rejected > 0)
                 + f", {len(asked.failed):,} without an answer" * (len(asked.failed) > 0)
             )
-            print("\n".join([*tally.summary(), *writer.summary()]))
+            print("\n".join([*_summary(asked.counts, writer.settings, bar.seconds), *writer.summary()]))
             if rejects.total:
-                print("in all, " * (rejects.total > asked.rejected) + rejects.summary())
+                print(rejects.summary())
             if asked.failed:
                 first, reason = next(iter(asked.failed.items()))
                 named = ", ".join(list(asked.failed)[:NAMED_AT_MOST]) + ", ..." * (len(asked.failed) > NAMED_AT_MOST)
@@ -202,59 +173,21 @@ def regenerate(
     return len(asked.failed)
 
 
-@dataclass
-class _Tally:
-    """Counts of one run."""
-
-    settings: GenerationSettings
-    unasked: int = 0  # user turns
-    turns: int = 0
-    tokens: int = 0
-    cut_at_tokens: int = 0  # answers cut at max_new_tokens
-    cut_at_length: int = 0  # answers cut at max_length
-    retokenised: int = 0  # answers
-    started: float = field(default_factory=time.monotonic)
-
-    def add(self, answer: GeneratedAnswer) -> None:
-        self.turns += 1
-        self.tokens += len(answer.token_ids)
-        if answer.finish_reason == "length":
-            # The number of retokenised ids does not show where the server cut.
-            at_length = len(answer.token_ids) < self.settings.max_new_tokens and not answer.retokenised
-            self.cut_at_length += at_length
-            self.cut_at_tokens += not at_length
-        self.retokenised += answer.retokenised
-
-    @property
-    def _seconds(self) -> float:
-        return max(time.monotonic() - self.started, 1e-3)
-
-    def progress(self, writer: Writer | Servers) -> str:
-        """Tokens per second, and the servers' open requests."""
-        return f"{writer.tokens_received / self._seconds:,.0f} tokens/s{writer.load}"
-
-    def summary(self) -> list[str]:
-        cut = self.cut_at_tokens + self.cut_at_length
-        text = f"{self.turns:,} answers, {self.tokens:,} tokens, {self.tokens / self._seconds:,.0f} tokens/s"
-        text += f", {cut / max(self.turns, 1):.1%} of the answers cut by length" * (cut > 0)
-        text += f", {self.unasked:,} user turns not asked" * (self.unasked > 0)
-        text += f", {self.retokenised:,} answers tokenised again from text" * (self.retokenised > 0)
-        return [text, *self.advice()]
-
-    def advice(self) -> Iterator[str]:
-        """Says what to change if most answers were cut."""
-        limits = {
-            "data.generator.max_new_tokens": (self.cut_at_tokens, self.settings.max_new_tokens, ""),
-            "data.max_length": (self.cut_at_length, self.settings.max_length, " if the target reads that many"),
-        }
-        key, (_, limit, where) = max(limits.items(), key=lambda item: item[1][0])
-        cut = (self.cut_at_tokens + self.cut_at_length) / max(self.turns, 1)
-        if cut > CUT_SHARE:
-            yield (
-                f"note: {cut:.0%} of the answers were cut, most of them at {key} {limit:,}. A cut answer ends its "
-                "conversation, and a drafter does not learn from it how answers end: raise "
-                f"{key}{where}, with another output_dir"
-            )
+def _summary(counts: Counter[str], settings: GenerationSettings, seconds: float) -> Iterator[str]:
+    """Of `OpenConversations.counts`, with advice if most answers were cut."""
+    answers, tokens, cut = counts["answers"], counts["tokens"], counts["cut"] / max(counts["answers"], 1)
+    yield (
+        f"{answers:,} answers, {tokens:,} tokens, {tokens / max(seconds, 1e-3):,.0f} tokens/s"
+        + f", {cut:.1%} of the answers cut by length" * (cut > 0)
+        + f", {counts['unasked']:,} user turns not asked" * (counts["unasked"] > 0)
+        + f", {counts['retokenised']:,} answers tokenised again from text" * (counts["retokenised"] > 0)
+    )
+    if cut > CUT_SHARE:
+        yield (
+            f"note: {cut:.0%} of the answers were cut, at data.generator.max_new_tokens {settings.max_new_tokens:,} or "
+            f"with their prompts at data.max_length {settings.max_length:,}. A cut answer ends its conversation, and a "
+            "drafter does not learn from it how answers end: raise these, with another output_dir"
+        )
 
 
 @contextlib.contextmanager
@@ -317,32 +250,25 @@ def generator_identity(recipe: Recipe, settings: GenerationSettings, files: Targ
     }
 
 
-def first_prompts(tokenizer: PreTrainedTokenizerBase, conversations: list[Conversation]) -> list[int]:
-    """Tokens of the first prompts of at most SAMPLED conversations, without those that cannot be asked."""
-    found = []
-    for conversation in conversations[:: -(-len(conversations) // SAMPLED) or 1]:
-        with contextlib.suppress(ValueError, RenderError):
-            if reads_pictures(tokenizer):
+def check_room_for_states(
+    asked: WantedStates, recipe: Recipe, files: TargetFiles, todo: list[Conversation], count: int, log: LogContent
+) -> None:
+    """Raises UserError if the states of `count` conversations like `todo` do not fit on the disk.
+
+    Counts the first prompt of each, and one answer of the mean length so far.
+    """
+    prompts = []
+    for conversation in todo[:: -(-len(todo) // SAMPLED) or 1]:
+        with contextlib.suppress(ValueError, RenderError):  # it cannot be asked
+            if reads_pictures(files.tokenizer):
                 conversation = with_named_pictures(conversation, data_url)
             turn = next(questions(conversation.messages))
-            found.append(len(render_prompt(tokenizer, turn, conversation.meta.get("tools"))))
-    return found
-
-
-def check_room_for_states(
-    asked: WantedStates, directory: Path, prompts: list[int], count: int, log: LogContent
-) -> None:
-    """Raises UserError if the states of `count` conversations do not fit on the disk, with one answer each of the mean
-    length so far.
-
-    Args:
-        prompts: of `first_prompts`.
-    """
+            prompts.append(len(render_prompt(files.tokenizer, turn, conversation.meta.get("tools"))))
     answer = log.answer_tokens / log.answers if log.answers else 1
     least = count * asked.bytes_of(sum(prompts) / max(1, len(prompts)) + answer, answer)
-    if least > (free := free_bytes(directory)):
+    if least > (free := free_bytes(recipe.states_dir)):
         raise UserError(
-            f"data.states: at least {gigabytes(least)} are to be written to {directory} with the answers, and "
+            f"data.states: at least {gigabytes(least)} are to be written to {recipe.states_dir} with the answers, and "
             f"{gigabytes(free)} are free there: make room, name another folder, or take data.capture.dtype=fp8 or a "
             "smaller data.max_length"
         )
@@ -357,36 +283,26 @@ def print_regeneration_plan(
     log: LogContent,
 ) -> None:
     """Prints what a run would do. Of a hub dataset, `conversations` are the first ones."""
-    todo, generator, drawn = not_done(conversations, log), recipe.data.generator, settings.sampling
+    todo, generator = not_done(conversations, log), recipe.data.generator
     count, answers = len(todo), sum(len(list(questions(conversation.messages))) for conversation in todo)
     plan.line("reads", f"{recipe.data.prompts}: {len(conversations):,} conversations, {len(log.done):,} done")
     if recipe.data.has_hub_prompts:
         plan.line("", "a sample: hub datasets are not read for a plan, and not compared with eval.prompts")
-        if (most := recipe.data.max_prompts) is None:
-            plan.line("", "the lines below are for the sample; data.max_prompts says how many there are to do")
-        else:
-            count, answers = max(0, most - len(log.done)), answers * max(0, most - len(log.done)) // max(1, count)
-    sampling = "greedy" if drawn.greedy else f"temperature {drawn.temperature:g}"
-    sampling += f", top_p {drawn.top_p:g}" * (drawn.top_p < 1) + f", top_k {drawn.top_k}" * (drawn.top_k > 0)
+        if recipe.data.max_prompts is not None:
+            left = max(0, recipe.data.max_prompts - len(log.done))
+            count, answers = left, answers * left // max(1, count)
     how = f"{settings.batch_size} conversations side by side"
     if generator.kind == "openai":
         how = f"{generator.concurrency} requests at a time over {len(generator.base_urls)} servers"
-    plan.line("target", f"{recipe.target.model}, {sampling}, {how}")
+    drawn = ", ".join(f"{name} {value:g}" for name, value in asdict(settings.sampling).items())
+    plan.line("target", f"{recipe.target.model}, {drawn}, {how}")
     if generator.drafter is not None:
         plan.line("drafter", f"{generator.drafter}, {DRAFT_TOKENS} tokens for each pass of the target")
-    prompts = first_prompts(files.tokenizer, todo)
-    mean = f"; first prompts of {sum(prompts) / len(prompts):.0f} tokens" if prompts else ""
-    plan.line("to do", f"{count:,} conversations, {answers:,} answers{mean}", "counted")
-    tokens = answers * settings.max_new_tokens
-    if log.answers:
-        tokens = answers * log.answer_tokens // log.answers
-        size = count * log.whole_bytes // len(log.done)
-        plan.line("tokens", f"about {tokens:,} of answers, by the mean so far", "counted")
-        plan.line("disk", f"about {gigabytes(size)} more in {log.path}, by the mean so far", "counted")
-    else:
-        plan.line("tokens", f"at most {tokens:,} of answers, data.generator.max_new_tokens each", "exact")
-        size = f"{gigabytes(BYTES_A_TOKEN * tokens)} of answers, besides the prompts"
-        plan.line("disk", f"at most {size}", f"assumed: {BYTES_A_TOKEN} bytes a token")
+    plan.line("to do", f"{count:,} conversations, {answers:,} answers", "counted")
+    about, each = ("about", log.answer_tokens / log.answers) if log.answers else ("at most", settings.max_new_tokens)
+    plan.line("tokens", f"{about} {answers * each:,.0f} of answers, {each:,.0f} each")
+    size = gigabytes(BYTES_A_TOKEN * answers * each)
+    plan.line("disk", f"{about} {size} of answers, besides the prompts", f"assumed: {BYTES_A_TOKEN} bytes a token")
     if (states := wanted_states(recipe, files)) is not None:
         size = gigabytes(count * states.bytes_of(settings.max_length, settings.max_length))
         free = gigabytes(free_bytes(recipe.states_dir))
@@ -394,7 +310,7 @@ def print_regeneration_plan(
         text += f"at most {size} in {recipe.states_dir}, a row of {settings.max_length:,} tokens each; {free} are free"
         plan.line("states", text)
         with collecting_problems(plan.problems):
-            check_room_for_states(states, recipe.states_dir, prompts, count, log)
+            check_room_for_states(states, recipe, files, todo, count, log)
     if generator.kind == "openai":
         plan.line("memory", "of the servers")
     else:
@@ -403,8 +319,3 @@ def print_regeneration_plan(
         plan_decoding(plan, files, rows, settings.max_length, beside)
     plan.line("time", "unknown until the first answers are written; the progress bar then shows what is left")
     plan.writes(log.path)
-    if prompts and min(prompts) >= settings.max_length:
-        plan.problems.append(
-            f"no room for an answer: every prompt of the sample takes all of {settings.max_length:,} tokens "
-            "(data.max_length, or the target's positions where they are fewer)"
-        )

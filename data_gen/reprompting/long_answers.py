@@ -11,8 +11,9 @@ the script knows one turn.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import StorePicture, file_sources
-from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.base import as_list
 from draftsmith.recipes.sections.data import RepromptSection
 
@@ -53,10 +53,8 @@ REQUESTS = (
 
 
 def main(command: Command) -> None:
-    """Writes the prompts, or with --plan says what they would be."""
     recipe, section = command.recipe, command.recipe.data.reprompt
-    out = recipe.picture_prompts_path
-    sources = as_list(section.sources)
+    out, sources = recipe.picture_prompts_path, as_list(section.sources)
     if out.resolve() in [Path(part).resolve() for source in sources for part in file_sources(source)]:
         raise UserError(f"data.reprompt.out: {out} is one of data.reprompt.sources, and would be replaced")
     if recipe.export.to is not None:  # else nothing here needs torch
@@ -65,26 +63,21 @@ def main(command: Command) -> None:
 
         check_export(recipe, TargetFiles(recipe.target))
     if command.plan:
-        _print_plan(recipe, sources)
+        print_reprompting_plan(section, sources, out)
         return
     rejects = Rejects(out.with_suffix(".rejects.jsonl"))
     store = partial(store_picture, folder=out.with_suffix(".pictures"))
     out.parent.mkdir(parents=True, exist_ok=True)
     taken = f"{out}: another process is writing it; wait for it, or name another data.reprompt.out"
     with locked(out.with_name(f".{out.name}.lock"), taken):
-        read = read_conversations(sources, rejects, None, "data.reprompt.sources: ", store)
-        conversations = in_drawn_order(Bar(read, desc="reading", unit="record"), section.seed)
+        conversations = read_in_drawn_order(sources, section, rejects, store)
         records = len(conversations) + rejects.total
-        most = min(section.max_prompts or len(conversations), len(conversations))
-        written = 0
+        written, prompts = 0, prompts_for_long_answers(conversations, section, rejects, store)
         with atomic_path(out) as unfinished, unfinished.open("wb") as file:
-            with Bar(total=most, desc="reprompting", unit="prompt") as bar:
-                for prompt in prompts_for_long_answers(conversations, section, rejects, store):
-                    file.write(json_line(prompt))
-                    written += 1
-                    bar.update()
-                    if written == most:
-                        break
+            most = min(section.max_prompts or len(conversations), len(conversations))
+            for prompt in Bar(islice(prompts, most), total=most, desc="reprompting", unit="prompt"):
+                file.write(json_line(prompt))
+                written += 1
             if not written:
                 raise UserError(
                     f"data.reprompt.sources: none of {records:,} records gave a prompt; {rejects.summary()}"
@@ -94,9 +87,13 @@ def main(command: Command) -> None:
         print(f"note: data.reprompt.max_prompts asks for {section.max_prompts:,}, and there are no more")
 
 
-def in_drawn_order(conversations: Iterable[Conversation], seed: int) -> list[Conversation]:
-    """The conversations in an order that depends on ids and seed alone, not on the order of the sources."""
-    return sorted(conversations, key=lambda conversation: _hash(seed, "order", conversation.id))
+def read_in_drawn_order(
+    sources: list[str], section: RepromptSection, rejects: Rejects, store: StorePicture, limit: int | None = None
+) -> list[Conversation]:
+    """The sources' conversations in an order that depends on ids and seed alone."""
+    read = read_conversations(sources, rejects, limit, "data.reprompt.sources: ", store)
+    bar = Bar(read, desc="reading", unit="record")
+    return sorted(bar, key=lambda conversation: _hash(section.seed, "order", conversation.id))
 
 
 def prompts_for_long_answers(
@@ -104,8 +101,7 @@ def prompts_for_long_answers(
 ) -> Iterator[dict[str, Any]]:
     """A record {"id", "messages", "meta"} for each conversation whose pictures can be used; the others go to `rejects`.
 
-    Args:
-        store: stores the bytes of a data URL and returns their path.
+    `store` writes the bytes of a data URL into a file and returns its path.
     """
     for conversation in conversations:
         try:
@@ -120,12 +116,9 @@ def prompts_for_long_answers(
 def reprompted(
     conversation_id: str, messages: Sequence[dict[str, Any]], section: RepromptSection
 ) -> list[dict[str, Any]]:
-    """The messages without answers, each user turn as [instruction, picture, request].
+    """The `messages` (of `with_named_pictures`) without answers, each user turn as [instruction, picture, request].
 
     Raises ValueError if there is no picture.
-
-    Args:
-        messages: of `with_named_pictures`.
     """
     if not pictures_of([message for message in messages if message["role"] == "user"]):
         raise ValueError("no picture: the record names none")
@@ -137,10 +130,9 @@ def reprompted(
             continue
         if message["role"] == "user":
             words = (section.seed, str(len(asked)), conversation_id)
-            instruction = _drawn(INSTRUCTIONS, "instruction", *words)
-            request = _drawn(REQUESTS, "request", *words)
-            request = request.replace("{words}", f"{section.min_words:,}")
-            message = message | {"content": _turn(message["content"], instruction, request)}
+            request = _drawn(REQUESTS, "request", *words).format(words=f"{section.min_words:,}")
+            content = _turn(message["content"], _drawn(INSTRUCTIONS, "instruction", *words), request)
+            message = message | {"content": content}
         asked.append(message)
     return asked
 
@@ -163,21 +155,18 @@ def _hash(*words: Any) -> bytes:
     return hashlib.sha256(json.dumps(words).encode()).digest()
 
 
-def _print_plan(recipe: Recipe, sources: list[str]) -> None:
-    section, rejects = recipe.data.reprompt, Rejects()
-
-    read = read_conversations(sources, rejects, PLANNED, "data.reprompt.sources: ", data_url)
-    conversations = in_drawn_order(read, section.seed)
+def print_reprompting_plan(section: RepromptSection, sources: list[str], out: Path) -> None:
+    rejects = Rejects()
+    conversations = read_in_drawn_order(sources, section, rejects, data_url, PLANNED)
     prompts = list(prompts_for_long_answers(conversations, section, rejects, data_url))
-    most = "all usable records" if section.max_prompts is None else f"at most {section.max_prompts:,}"
     with PlanLines() as plan:
         plan.line("reads", ", ".join(sources))
-        plan.line("prompts", most)
+        plan.line("prompts", f"at most {section.max_prompts:,}" if section.max_prompts else "all usable records")
         plan.line("a sample", f"{len(conversations):,} records give {len(prompts):,} prompts; {rejects.summary()}")
         for message in prompts[0]["messages"] if prompts else ():
             shown = message["content"] if isinstance(message["content"], list) else [{"text": message["content"]}]
-            for number, part in enumerate(shown):
-                plan.line("" if number else message["role"], part.get("text") or f"[{part.get('path', '')[:100]}]")
-        plan.writes(recipe.picture_prompts_path)
+            for part in shown:
+                plan.line(message["role"], part.get("text") or f"[{part.get('path', '')[:100]}]")
+        plan.writes(out)
         if not prompts:
             plan.problems.append(f"data.reprompt.sources: none of {len(conversations):,} records gives a prompt")

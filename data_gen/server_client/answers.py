@@ -1,15 +1,12 @@
-"""Checks a server's reply to one prompt and reads token ids from it.
+"""Checks a server's reply to one prompt and reads its token ids, cut behind the first stop token.
 
-A reply becomes a `Completion`. `read_answer` returns its token ids as `generators.Writer` would: cut behind the first
-stop token.
-
-Servers put token ids into
+Servers put them into
     choice.token_ids                        vLLM, SGLang: asked for by return_token_ids
     choice.output_token_ids, .output_ids    others
     choice.logprobs.tokens                  vLLM: "token_id:123", asked for by return_tokens_as_token_ids
     choice.logprobs.content[].token         vLLM, in chat completions: the same
     choice.logprobs.content[].id            llama.cpp: asked for by logprobs=1
-Without any of these, the target's tokenizer makes ids from the text. They may differ from the generated tokens. So it
+Without any of these, the target's tokenizer makes ids from the text, which may differ from the generated ones. So it
 does for llama.cpp's answers with a character of several tokens, because llama.cpp gives only the last of these ids.
 """
 
@@ -31,10 +28,9 @@ _LOOSE = re.compile(r"[\s\ufffd]+")
 
 
 class Failed(Exception):
-    """A failed try; another one may succeed."""
+    """A failed try; another one may succeed, after `pause` seconds if the server asks for that."""
 
     def __init__(self, reason: str, unreachable: bool = False, busy: bool = False, pause: float = 0.0):
-        """`pause`: seconds before the next request, as the server asks."""
         super().__init__(reason)
         self.unreachable, self.busy, self.pause = unreachable, busy, pause
 
@@ -62,7 +58,7 @@ class Completion:
 
     @classmethod
     def of(cls, body: Any) -> "Completion":
-        """The reply of a completion or a chat completion. Raises Failed for an error or a malformed reply."""
+        """Of a completion or a chat completion. Raises Failed for an error or a malformed reply."""
         if isinstance(body, dict) and body.get("error"):
             raise Failed(f"error in the reply: {error_text(body)}")
         match body:
@@ -79,6 +75,7 @@ class Completion:
             raise Failed("the text or the finish_reason of the reply is not a string")
         ids, skips_ids = _token_ids(choice)
         usage = body["usage"] if isinstance(body.get("usage"), dict) else {}
+        counts = {key: value for key, value in usage.items() if type(value) is int}
         stops = (choice.get("stop_reason"), choice.get("matched_stop"))  # vLLM, SGLang
         return cls(
             text=text or "",
@@ -87,8 +84,8 @@ class Completion:
             prompt_token_ids=prompt if isinstance(prompt, list) else None,
             finish_reason=reason,
             stopped_at=next((stop for stop in stops if stop is not None), None),
-            prompt_tokens=_count(usage.get("prompt_tokens")),
-            completion_tokens=_count(usage.get("completion_tokens")),
+            prompt_tokens=counts.get("prompt_tokens"),
+            completion_tokens=counts.get("completion_tokens"),
         )
 
 
@@ -116,11 +113,8 @@ def read_answer(
 ) -> tuple[list[int], str, bool]:
     """(token ids, "stop" or "length", whether the ids were made from text).
 
-    Raises Failed if the reply contradicts itself, the request or the vocabulary, and Refused if the server ended
-    the answer for another reason.
-
-    Args:
-        limit: the max_tokens of the request.
+    Raises Failed if the reply contradicts itself, the request (`limit`: its max_tokens) or the vocabulary, and Refused
+    if the server ended the answer for another reason.
     """
     if said.finish_reason in (None, "abort", "error"):
         raise Unfinished(f"finish_reason {said.finish_reason}: the server did not finish the answer")
@@ -138,7 +132,12 @@ def read_answer(
     if not said.text and not said.token_ids and not (said.finish_reason == "stop" and counted == 1):
         raise Failed("the answer is empty")
     retokenised = said.token_ids is None or (said.skips_ids and len(said.token_ids) < (counted or 0))
-    ids = _made_of_text(said, vocabulary) if retokenised else _given(said, limit, vocabulary)
+    if retokenised:
+        # A cut answer may end inside a character, which servers show as U+FFFD.
+        text = said.text.rstrip("\ufffd") if said.finish_reason == "length" else said.text
+        ids = vocabulary.tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        ids = _given(said, limit, vocabulary)
     end = next((i + 1 for i, token in enumerate(ids) if token in vocabulary.stop_ids), None)
     reason = "stop" if end else said.finish_reason
     if end:
@@ -173,18 +172,12 @@ def _given(said: Completion, limit: int, vocabulary: Vocabulary) -> list[int]:
     if said.text:
         bare = ids[:-1] if ids and ids[-1] in vocabulary.stop_ids else ids
         spellings = (vocabulary.text(ids), vocabulary.text(bare), vocabulary.text(ids, skip_special_tokens=True))
-        if _loose(said.text) not in map(_loose, spellings):
+        if _LOOSE.sub("", said.text) not in [_LOOSE.sub("", spelling) for spelling in spellings]:
             raise Failed(
                 f"its tokens are {one_line(spellings[0])} for the target's tokenizer, its text is "
                 f"{one_line(said.text)}: is another model served?"
             )
     return ids
-
-
-def _made_of_text(said: Completion, vocabulary: Vocabulary) -> list[int]:
-    # A cut answer may end inside a character, which servers show as U+FFFD.
-    text = said.text.rstrip("\ufffd") if said.finish_reason == "length" else said.text
-    return vocabulary.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _stripped_stop(said: Completion, written: int, retokenised: bool, vocabulary: Vocabulary) -> int:
@@ -225,14 +218,6 @@ def _token_ids(choice: dict[str, Any]) -> tuple[list[Any] | None, bool]:
         if all(matches):
             return [int(match[1]) for match in matches if match], False
     return None, False
-
-
-def _count(value: Any) -> int | None:
-    return value if type(value) is int else None
-
-
-def _loose(text: str) -> str:
-    return _LOOSE.sub("", text)
 
 
 def one_line(text: str, length: int = 200) -> str:

@@ -1,10 +1,5 @@
 """Writes answers with OpenAI-compatible servers that serve the target (docs/prompts-and-answers.md).
 
-    with Servers(recipe.data.generator, settings, vocabulary) as servers:
-        servers.connect()
-        for answer in servers(prompts):
-            ...
-
     waiting prompt -> server with the fewest requests in flight -> answer
                   \\- failed try: pause that doubles, then the least loaded server again, at most TRIES times
     server         in service -> set aside (unreachable, or 3 failed tries in a row) -> looked at after
@@ -29,13 +24,11 @@ from anyio.from_thread import BlockingPortal
 
 from draftsmith.data_gen.answers.generators import Asked, GeneratedAnswer, GenerationSettings
 from draftsmith.data_gen.server_client.answers import Completion, Failed, Refused, Unfinished, Vocabulary, read_answer
-from draftsmith.data_gen.server_client.chats import ChatPrompt, chat_of
-from draftsmith.data_gen.server_client.client import NEEDED, Client
+from draftsmith.data_gen.server_client.client import NEEDED, ChatPrompt, Client, chat_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.prompt_date import today
 from draftsmith.recipes.prompts.pictures import UnusablePicture
 from draftsmith.recipes.sections.data import GeneratorSection
-from draftsmith.recipes.server_urls import normalised_urls
 
 TRIES = 9  # of one prompt; those that reach no server are not counted
 FIRST_PAUSE_SECONDS = 0.5  # before the second try of a prompt; doubles, with jitter
@@ -75,25 +68,25 @@ class Server:
 class Servers:
     """The endpoints of a recipe and the connections to them. Leaving the context drops open requests.
 
-    Raises UserError if the variable of api_key_env holds no key.
-
     Args:
         template_args: variables of the chat template, which servers need for chats.
         day: that prompts name, YYYY-MM-DD; None: they name none.
     """
+
+    states = None  # servers give none
 
     def __init__(
         self,
         section: GeneratorSection,
         settings: GenerationSettings,
         vocabulary: Vocabulary,
-        template_args: dict[str, Any] | None = None,
-        day: str | None = None,
+        template_args: dict[str, Any],
+        day: str | None,
     ):
-        self.servers = [Server(url) for url in normalised_urls(section.base_urls)[0]]
+        self.servers = [Server(url) for url in section.base_urls]
         self.model = self._named = section.served_model
-        self._concurrency, self._settings, self._vocabulary = section.concurrency, settings, vocabulary
-        self._template_args, self._day = template_args or {}, day
+        self._concurrency, self.settings, self._vocabulary = section.concurrency, settings, vocabulary
+        self._template_args, self._day = template_args, day
         self._client = Client(section.api_key_env, section.timeout_seconds)
         self._changed = asyncio.Event()  # a server came back or is less loaded
         self._last_good = time.monotonic()
@@ -118,13 +111,11 @@ class Servers:
         """Answers of the connected servers, as they arrive, with at most `concurrency` requests at a time.
 
         Yields answers, prompts without one, and None after HEARTBEAT_SECONDS without news. An interrupt (Ctrl-C,
-        SystemExit of a signal handler) is raised after the answers that had arrived.
-
-        Raises UserError if a server refuses every prompt, or if all servers have been failing for GIVE_UP_SECONDS.
+        SystemExit of a signal handler) is raised after the answers that had arrived. Raises UserError if a server
+        refuses every prompt, or if all servers have been failing for GIVE_UP_SECONDS.
 
         Args:
-            prompts: as for `generators.Writer`: (key, prompt), or None until another answer has arrived. A prompt with
-                pictures is a `ChatPrompt`.
+            prompts: as for `generators.Writer`. A prompt with pictures is a `ChatPrompt`.
         """
         waiting: set[Future[GeneratedAnswer | Unanswered]] = set()
         self._last_good = time.monotonic()
@@ -155,12 +146,11 @@ class Servers:
 
     @property
     def load(self) -> str:
-        """For the progress bar, behind the tokens per second."""
+        """For the progress bar."""
         in_flight, failed = (sum(getattr(s, name) for s in self.servers) for name in ("in_flight", "failed_tries"))
         return f", {in_flight} in flight, {failed} failed tries"
 
     def summary(self) -> list[str]:
-        """A line per server."""
         return [
             f"  {server.url}: {server.answers:,} answers, {server.tokens:,} tokens, "
             + f"{server.failed_tries:,} failed tries"
@@ -170,36 +160,28 @@ class Servers:
         ]
 
     def _refusal(self, advice: str) -> UserError:
-        """The error for when no server can be used."""
         return UserError(
             [*(f"data.generator.base_urls: {server.url}: {server.last_failure}" for server in self.servers), advice]
         )
 
     def connect(self, ask: bool = True) -> str:
-        """Looks at every server and returns the served name of the target.
+        """Looks at every server, sets those aside that fail, and returns the served name of the target.
 
-        Sets servers that fail aside and prints their names. Raises UserError if a server refuses, or none can be used.
-
-        Args:
-            ask: for an answer of one token; else nothing is generated, and the servers cannot be called.
+        Raises UserError if a server refuses, or none can be used. Without `ask` no answer of one token is asked for,
+        and the servers cannot be called.
         """
         looks = {self._portal.start_task_soon(self._look, server, ask): server for server in self.servers}
         _, silent = wait(looks, TRIAL_SECONDS)
         while silent and all(server.aside for server in self.servers):  # they may still be warming up
             print(f"note: waiting for a first answer of {', '.join(looks[look].url for look in silent)}")
             _, silent = wait(silent, return_when=FIRST_COMPLETED)
-        problems: list[str] = []
         for look, server in looks.items():
             error = Failed(f"no answer within {TRIAL_SECONDS:g} seconds") if look in silent else look.exception()
             look.cancel()
-            if isinstance(error, UserError):
-                problems += error.problems
-            elif isinstance(error, Failed):
+            if isinstance(error, Failed):
                 server.failed_tries, server.last_failure = 1, str(error)
             elif error is not None:
                 raise error
-        if problems:
-            raise UserError(problems)
         if all(server.aside for server in self.servers):
             raise self._refusal(f"no server can be used; {NEEDED}")
         for server in self.servers:
@@ -211,27 +193,24 @@ class Servers:
     # What happens to a server.
 
     async def _look(self, server: Server, ask: bool = True) -> None:
-        """Puts a server into service if it serves the target and answers. Learns how it returns token ids.
-
-        Raises Failed, UserError.
-        """
-        models, rows = await self._client.models(server.url), self._settings.max_length
-        with self._client.translated():
-            self.model = self.model or next(iter(models), None)
-            if self.model not in models or (self._named is None and len(models) > 1):
-                serves = f"data.generator.served_model: {server.url} serves {', '.join(models) or 'nothing'}"
-                raise UserError(f"{serves}, not {self.model}: name the one that is the target")
-            if type(longest := models[self.model]) is int and longest < rows:
-                raise UserError(
-                    f"data.max_length: {server.url} serves at most {longest} tokens (max_model_len), rows have up to "
-                    f"{rows}: start the server with more, or set data.max_length={longest}"
-                )
-            if ask:
-                await self._ask_one_token(server)
+        """Puts a server into service if it serves the target and answers. Raises Failed, UserError."""
+        models, rows = await self._client.models(server.url), self.settings.max_length
+        self.model = self.model or next(iter(models), None)
+        if self.model not in models or (self._named is None and len(models) > 1):
+            serves = f"data.generator.served_model: {server.url} serves {', '.join(models) or 'nothing'}"
+            raise UserError(f"{serves}, not {self.model}: name the one that is the target")
+        if type(longest := models[self.model]) is int and longest < rows:
+            raise UserError(
+                f"data.max_length: {server.url} serves at most {longest} tokens (max_model_len), rows have up to "
+                f"{rows}: start the server with more, or set data.max_length={longest}"
+            )
+        if ask:
+            await self._ask_one_token(server)
         server.aside = False
         self._wake()
 
     async def _ask_one_token(self, server: Server) -> None:
+        """Learns how the server returns token ids."""
         prompt = [self._vocabulary.stop_ids[0]]
         for by_logprobs in (False, True):
             server.ids_by_logprobs = by_logprobs
@@ -249,7 +228,7 @@ class Servers:
         server.ids_by_logprobs = False
 
     async def _revive(self, server: Server) -> None:
-        """Looks at a server that was set aside, after growing pauses, until it serves the target again."""
+        """Looks at a server that was set aside until it serves the target again."""
         pause = FIRST_LOOK_SECONDS
         while server.aside:
             await anyio.sleep(pause)
@@ -257,7 +236,7 @@ class Servers:
             try:
                 await self._look(server)
             except Exception as error:  # any other one would end the looks as well
-                server.last_failure = self._client.redacted(str(error))
+                server.last_failure = str(error)
 
     def _note_good(self, server: Server) -> None:
         server.failures, server.aside = 0, False
@@ -288,7 +267,7 @@ class Servers:
 
     async def _answer(self, key: Hashable, prompt: Sequence[int]) -> GeneratedAnswer | Unanswered:
         """Asks until an answer arrives, the tries are used up, or a server refuses the prompt."""
-        limit = min(self._settings.max_new_tokens, self._settings.max_length - len(prompt))
+        limit = min(self.settings.max_new_tokens, self.settings.max_length - len(prompt))
         try:
             body = self._body(key, prompt, limit)
         except UnusablePicture as error:
@@ -299,8 +278,7 @@ class Servers:
             server.in_flight += 1
             try:
                 said = await self._ask(server, prompt, body)
-                with self._client.translated():
-                    ids, reason, retokenised = read_answer(said, prompt, limit, self._vocabulary)
+                ids, reason, retokenised = read_answer(said, prompt, limit, self._vocabulary)
             except Refused as error:
                 self._note_good(server)
                 return Unanswered(key, str(error), refused=True)
@@ -336,10 +314,9 @@ class Servers:
     def _body(self, key: Hashable, prompt: Sequence[int], limit: int) -> dict[str, Any]:
         """The request. It sets every parameter: servers ignore unknown ones and fill missing ones with defaults.
 
-        Raises:
-            UnusablePicture: a picture is gone or changed.
+        Raises UnusablePicture if a picture is gone or changed.
         """
-        settings = self._settings
+        settings = self.settings
         digest = hashlib.sha256(repr((settings.seed, key)).encode()).digest()
         return {
             "model": self.model,

@@ -1,13 +1,12 @@
 """The static automaton of a corpus, behind data_gen/build_sam.py."""
 
 import hashlib
-from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from draftsmith.data_gen.vocabulary.counts import Tokeniser
-from draftsmith.data_gen.vocabulary.reader import ANSWERS, bytes_of, check_sources
+from draftsmith.data_gen.vocabulary.reader import ANSWERS, Tokeniser, check_sources, files_of
 from draftsmith.models.costs import device_here, gigabytes, plan_memory
 from draftsmith.models.sam import MOST_TOKENS, StaticAutomaton, corpus_tokens
 from draftsmith.models.target_files import TargetFiles
@@ -48,8 +47,8 @@ def print_automaton_plan(recipe: Recipe, vocab_size: int) -> None:
     total = 0
     with PlanLines() as plan:
         for section in sources_of(recipe, look=False):
-            size = bytes_of(section.source)
-            total += size or 0
+            size = sum(Path(path).stat().st_size for path in files_of(section.source) or [])
+            total += size
             plan.line("reads", section.source + (f", {size:,} bytes" if size else ", of unknown size"))
         tokens, each = total // CHARACTERS, 6 if vocab_size < 2**16 else 8
         plan.line("tokens", f"about {tokens:,}", f"assumed: {CHARACTERS} bytes each")
@@ -61,17 +60,23 @@ def print_automaton_plan(recipe: Recipe, vocab_size: int) -> None:
 def sort_corpus(recipe: Recipe, files: TargetFiles) -> None:
     """Reads, sorts and writes the corpus; prints its size.
 
-    Raises:
-        UserError: a source is missing or cannot be used, or there is no token.
+    Documents are split behind stop tokens, and repeated parts are left out. Raises UserError if a source is missing or
+    cannot be used, or if there is no token.
     """
     sources = sources_of(recipe, look=True)
-    vocab_size = files.text_config.vocab_size
-    tokeniser, documents = Tokeniser(files.tokenizer, vocab_size), DistinctDocuments(files.stop_ids)
+    vocab_size, stop_ids = files.text_config.vocab_size, np.array(sorted(files.stop_ids))
+    tokeniser, repeated = Tokeniser(files.tokenizer, vocab_size), 0
+    by_digest: dict[bytes, np.ndarray] = {}
     rejects = Rejects(recipe.sam_path.with_suffix(".rejects.jsonl"))
     for section in sources:
-        for document in tokeniser.documents(section, rejects, "reading"):
-            documents.add(document.ids)
-    names, found = ", ".join(recipe.data.sam.names), [*documents.found.values()]
+        for ids, _ in tokeniser.documents(section, rejects):
+            document = np.array(ids, dtype=np.int32)
+            for part in np.split(document, np.flatnonzero(np.isin(document, stop_ids)) + 1):
+                digest = hashlib.blake2b(part.tobytes(), digest_size=16).digest()
+                repeated += digest in by_digest
+                if len(part):
+                    by_digest.setdefault(digest, part)
+    names, found = ", ".join(recipe.data.sam.names), [*by_digest.values()]
     tokens = sum(map(len, found))
     if not tokens:
         raise UserError(f"data.sam.sources: {names} hold no token; {rejects.summary()}")
@@ -82,23 +87,6 @@ def sort_corpus(recipe: Recipe, files: TargetFiles) -> None:
     facts = {"sources": recipe.data.sam.names, "tokens": tokens, "documents": len(found)}
     automaton.save(recipe.sam_path, tokeniser.fingerprint, facts)
     print(
-        f"{names}: {tokens:,} tokens in {len(found):,} documents, {documents.repeated:,} repeated ones left out; "
+        f"{names}: {tokens:,} tokens in {len(found):,} documents, {repeated:,} repeated ones left out; "
         f"{rejects.summary()}\n{recipe.sam_path}: {automaton.bytes / tokens:.1f} bytes a token"
     )
-
-
-class DistinctDocuments:
-    """The distinct documents of a corpus, split behind stop tokens."""
-
-    def __init__(self, stop_ids: Collection[int]):
-        self.stop_ids = np.array(sorted(stop_ids))
-        self.found: dict[bytes, np.ndarray] = {}  # by digest
-        self.repeated = 0
-
-    def add(self, ids: Sequence[int]) -> None:
-        document = np.array(ids, dtype=np.int32)
-        for part in np.split(document, np.flatnonzero(np.isin(document, self.stop_ids)) + 1):
-            digest = hashlib.blake2b(part.tobytes(), digest_size=16).digest()
-            self.repeated += digest in self.found
-            if len(part):
-                self.found.setdefault(digest, part)

@@ -1,16 +1,17 @@
 """Token counts and draft vocabularies, behind data_gen/rank_vocab.py."""
 
+import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from draftsmith.data_gen.training_rows.overlap import training_check
-from draftsmith.data_gen.training_rows.rows import TrainingRow, training_rows
-from draftsmith.data_gen.vocabulary.counts import Tokeniser, as_tensor, count_corpus
-from draftsmith.data_gen.vocabulary.reader import ANSWERS, check_sources
+from draftsmith.data_gen.training_rows.rows import training_rows
+from draftsmith.data_gen.vocabulary.reader import ANSWERS, Tokeniser, check_sources, files_of
 from draftsmith.data_gen.vocabulary.template_tokens import template_tokens
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
 from draftsmith.models.context_limits import longest_row
@@ -23,16 +24,20 @@ from draftsmith.models.vocab import (
     covered_share,
     cut_vocab,
     fill_text,
+    load_tensors,
     save_token_counts,
+    write_tensors,
 )
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import made_by
+from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.reader import Rejects
+from draftsmith.recipes.prompts.sources import hub_parts, open_dataset
 from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.sections.data import RankingSource
 
 SIZES_SHOWN = 7  # powers of two in a table, beside the target's whole vocabulary
 NAME_WIDTH = 20  # characters of a corpus's name that a table shows
@@ -77,13 +82,12 @@ def choose_vocab(recipe: Recipe, size: int, files: TargetFiles) -> None:
     """Ranks by the blend of data.ranking.sources, or by the target's own answers without any. Writes the files."""
     sources = recipe.data.ranking.sources
     vocab_size, stops = files.text_config.vocab_size, set(files.stop_ids)
-    template = template_tokens(files.tokenizer)
-    others = set(template.all) if sources else set(template.in_answers) - stops
+    template, in_answers = map(set, template_tokens(files.tokenizer))
+    others = template if sources else in_answers - stops
     must_have = sorted(stops | others)
     corpora = count_corpora(recipe, files) if sources else [count_answers(recipe, files, 1)]
     blended = [corpus for corpus in corpora if corpus.weight is not None]
     counts = blend([(corpus.counts, corpus.weight or 0.0) for corpus in blended])
-    names = " and ".join(corpus.source for corpus in blended)
     if recipe.drafter.init_from is not None:
         vocab = vocab_of_start(recipe, files)
         print(f"the draft vocabulary is that of drafter.init_from, {recipe.drafter.init_from}")
@@ -106,16 +110,12 @@ def choose_vocab(recipe: Recipe, size: int, files: TargetFiles) -> None:
     save_token_counts(counts_path_of(recipe), counts, files.fingerprint, stops, others, corpora if sources else ())
     print(
         f"{recipe.draft_vocab_path}: {done}; {vocab.size:,} of {vocab_size:,} target tokens, "
-        f"{covered:.2%} of {'the blend' if len(blended) > 1 else names} covered"
+        f"{covered:.2%} of {'the blend' if len(blended) > 1 else blended[0].source} covered"
     )
 
 
 def vocab_of_start(recipe: Recipe, files: TargetFiles) -> DraftVocab:
-    """The draft vocabulary of drafter.init_from.
-
-    Raises:
-        UserError: no drafter there, or one for another target.
-    """
+    """The draft vocabulary of drafter.init_from. Raises UserError for no drafter, or one for another target."""
     start, problems = Path(recipe.drafter.init_from or ""), list[str]()
     with collecting_problems(problems, before="drafter.init_from: "):
         shape, trained_for = read_drafter_config(start)
@@ -130,42 +130,63 @@ def vocab_of_start(recipe: Recipe, files: TargetFiles) -> DraftVocab:
 def count_corpora(recipe: Recipe, files: TargetFiles) -> list[CorpusCounts]:
     """Counts of every source, in the recipe's order, then of the target's own answers if they exist.
 
-    Raises UserError with all sources that are missing or hold nothing to count.
+    Raises UserError for sources that are missing or hold nothing to count.
     """
-    ranking, answers_there = recipe.data.ranking, recipe.conversations_path.exists()
-    weights = {source.source: source.weight for source in ranking.sources}
-    problems: list[str] = []
-    if ANSWERS in weights and not answers_there:
-        problems.append(
-            f"data.ranking.sources: {ANSWERS}: {recipe.conversations_path} does not exist; run `draftsmith "
-            "regenerate` first, or name a file in data.conversations"
-        )
-    with collecting_problems(problems):
-        check_sources(ranking.sources)
-    if problems:
-        raise UserError(problems)
-    found: dict[str, CorpusCounts] = {}
-    if ANSWERS in weights:
-        found[ANSWERS] = count_answers(recipe, files, weights[ANSWERS])
-    elif answers_there:  # only for comparison; the ranking does not need them
+    sources = recipe.data.ranking.sources
+    check_sources(sources)
+    if answers_wanted := ANSWERS in {section.source for section in sources}:
+        require_files(made_by("regenerate", recipe))
+    tokeniser = Tokeniser(files.tokenizer, files.text_config.vocab_size)
+    corpora = []
+    for section in sources:
+        if section.source == ANSWERS:
+            corpora.append(count_answers(recipe, files, section.weight))
+        else:
+            corpora.append(count_corpus(section, Path(recipe.output_dir) / "ranking", tokeniser))
+    if not answers_wanted and recipe.conversations_path.exists():  # only for comparison
         try:
-            found[ANSWERS] = count_answers(recipe, files, None)
+            corpora.append(count_answers(recipe, files, None))
         except UserError as error:
             print(f"note: the coverage of the target's own answers is unknown: {'; '.join(error.problems)}")
-    tokeniser = Tokeniser(files.tokenizer, files.text_config.vocab_size)
-    folder = Path(recipe.output_dir) / "ranking"
-    for section in ranking.sources:
-        if section.source != ANSWERS:
-            found[section.source] = count_corpus(section, folder, tokeniser)
-    empty = [
-        f"data.ranking.sources: {corpus.source} holds no tokens to count: {corpus.documents:,} documents, "
-        f"{corpus.rejected:,} records rejected"
-        for corpus in found.values()
-        if not corpus.tokens
-    ]
-    if empty:
-        raise UserError(empty)
-    return [found[name] for name in (*weights, *(name for name in found if name not in weights))]
+    return corpora
+
+
+def count_corpus(section: RankingSource, folder: Path, tokeniser: Tokeniser) -> CorpusCounts:
+    """Counts a source that is read to its end, or takes the counts of an earlier run from `folder`.
+
+    Their file is named by all that they depend on, which excludes the weight: another blend reuses them. Unusable
+    records are kept beside it. Raises UserError if a dataset cannot be read to its end, or without a token.
+    """
+    depends_on = [*section.model_dump(exclude={"weight"}).values(), tokeniser.vocab_size, tokeniser.fingerprint]
+    digest = hashlib.sha256(json.dumps([*depends_on, *state_of(section.source)]).encode()).hexdigest()
+    words = re.sub(r"[^A-Za-z0-9]+", "-", section.source).strip("-")[-40:]
+    path = folder / f"{words}-{digest[:12]}.safetensors"
+    rejects = Rejects(path.with_suffix(".rejects.jsonl"))
+    if path.exists():
+        tensors, metadata = load_tensors(path, "counts of a corpus")
+        counts, documents = tensors["counts"], int(metadata["documents"])
+        rejects.counts.update(json.loads(metadata["rejected"]))
+        print(f"{section.source}: counted before")
+    else:
+        counts, documents = torch.zeros(tokeniser.vocab_size, dtype=torch.int64), 0
+        for ids, opens in tokeniser.documents(section, rejects):
+            count_tokens(counts, ids)
+            documents += opens
+        write_tensors(path, {"counts": counts}, {"documents": str(documents), "rejected": json.dumps(rejects.counts)})
+    told = f"{section.source}: {int(counts.sum()):,} tokens in {documents:,} documents; {rejects.summary()}"
+    if not counts.any():
+        raise UserError(f"data.ranking.sources: {told}")
+    print(told)
+    return CorpusCounts(section.source, counts, section.weight, documents, rejects.total)
+
+
+def state_of(source: str) -> list[Any]:
+    """JSON that differs if the source has changed."""
+    if (files := files_of(source)) is not None:
+        return [(path, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in files]
+    info, parts = open_dataset(source).info, hub_parts(source)
+    split = (info.splits or {}).get(parts[2] if parts else None)
+    return [str(info.features), str(info.version), split and split.num_examples]
 
 
 def count_answers(recipe: Recipe, files: TargetFiles, weight: float | None) -> CorpusCounts:
@@ -173,31 +194,27 @@ def count_answers(recipe: Recipe, files: TargetFiles, weight: float | None) -> C
     check, rejects = training_check(recipe), Rejects(recipe.training_rejects_path)
     leave_out = check.look if check else None
     rows = training_rows(recipe.conversations_path, files.tokenizer, longest_row(recipe, files), rejects, leave_out)
-    ids: set[str] = set()
-
-    def with_ids() -> Iterator[TrainingRow]:
-        for row in Bar(rows, desc="counting", unit="row"):
-            ids.add(row.id)
-            yield row
-
-    counts = count_supervised(with_ids(), files.text_config.vocab_size)
+    vocab_size, ids = files.text_config.vocab_size, set[str]()
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for row in Bar(rows, desc="counting", unit="row"):
+        ids.add(row.id)
+        for start, end in row.spans:
+            tokens = row.input_ids[start:end]
+            if max(tokens) >= vocab_size:
+                raise UserError(
+                    f"data.conversations: token {max(tokens)} is outside the target's vocabulary of {vocab_size}"
+                )
+            count_tokens(counts, tokens)
     if check:
         check.report()
-    if not counts.any():
-        raise UserError(f"{recipe.conversations_path} holds no tokens to count; {rejects.summary()}")
     print(f"{ANSWERS}: {int(counts.sum()):,} tokens in {len(ids):,} conversations; {rejects.summary()}")
     return CorpusCounts(ANSWERS, counts, weight, len(ids), rejects.total)
 
 
-def count_supervised(rows: Iterable[TrainingRow], vocab_size: int) -> torch.Tensor:
-    """[V] count of each token at supervised positions. Raises UserError for a token beyond the vocabulary."""
-    found = Counter[int]()
-    for row in rows:
-        for start, end in row.spans:
-            found.update(row.input_ids[start:end])
-    if (greatest := max(found, default=0)) >= vocab_size:
-        raise UserError(f"data.conversations: token {greatest} is outside the target's vocabulary of {vocab_size}")
-    return as_tensor(found, vocab_size)
+def count_tokens(counts: torch.Tensor, tokens: Sequence[int]) -> None:
+    """Adds 1 to `counts` [V] for every token."""
+    ids = torch.tensor(tokens, dtype=torch.int64)
+    counts.index_add_(0, ids, torch.ones_like(ids))
 
 
 # Coverage.
@@ -233,8 +250,7 @@ def write(recipe: Recipe, vocab: DraftVocab, metadata: dict[str, str]) -> str:
     if old.same_as(vocab):
         return "unchanged"
     folders = recipe.checkpoints_dir, recipe.drafter_dir
-    trained = [str(folder) for folder in folders if folder.is_dir() and any(folder.iterdir())]
-    if trained:
+    if trained := [str(folder) for folder in folders if folder.is_dir() and any(folder.iterdir())]:
         shared = torch.isin(old.target_ids, vocab.target_ids).sum()
         raise UserError(
             f"{path}: holds {old.size} draft tokens of {old.target_vocab_size}, the counts now give {vocab.size} of "

@@ -11,7 +11,7 @@ Ordinary words elsewhere (a default system prompt, "USER:") belong to neither. A
 both kinds; a ranking by the target's own answers holds the second.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,18 +32,10 @@ _TOOL = {
 }
 
 
-class TemplateTokens(NamedTuple):
-    """Target ids, ascending."""
-
-    all: tuple[int, ...]  # both kinds
-    in_answers: tuple[int, ...]  # the second
-
-
-def template_tokens(tokenizer: PreTrainedTokenizerBase) -> TemplateTokens:
-    """The chat template's own tokens. Raises UserError if the template accepts no conversation."""
+def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(target ids of both kinds, of the second), ascending. Raises UserError if the template takes no conversation."""
     control = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
-    anywhere: set[int] = set()
-    in_answers: set[int] = set()
+    anywhere, in_answers = set[int](), set[int]()
     rendered, refused = 0, ""
     drafts = list(zip(*map(_conversations, ANSWERS), strict=True))
     for tools, conversations in zip([None, None, None, None, [_TOOL]], drafts, strict=True):
@@ -66,7 +58,7 @@ def template_tokens(tokenizer: PreTrainedTokenizerBase) -> TemplateTokens:
         in_answers |= control & always if tools else always  # other tokens of a call are the tool's
     if not rendered:
         raise UserError(f"target.model: its chat template takes no conversation of a question and an answer: {refused}")
-    return TemplateTokens(tuple(sorted(anywhere | in_answers)), tuple(sorted(in_answers)))
+    return tuple(sorted(anywhere | in_answers)), tuple(sorted(in_answers))
 
 
 def _conversations(text: str) -> list[list[dict[str, Any]]]:

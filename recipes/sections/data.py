@@ -19,7 +19,7 @@ from draftsmith.recipes.sections.base import (
     Size,
     as_list,
 )
-from draftsmith.recipes.server_urls import normalised_urls
+from draftsmith.recipes.server_urls import ServerUrl
 
 
 class GeneratorSection(Section):
@@ -31,7 +31,7 @@ class GeneratorSection(Section):
     drafter: str | None = None
     """For kind transformers: a trained drafter, named as in eval.drafter, that speeds the target up. The answers remain
     the target's: greedy ones token for token in float32, sampled ones in distribution."""
-    base_urls: list[str] = []
+    base_urls: list[ServerUrl] = []
     """Servers for kind openai: [http://localhost:8000/v1, http://gpu2:8000/v1]."""
     served_model: str | None = None
     """The target's name on the servers. None: the only one that `/v1/models` lists."""
@@ -55,7 +55,9 @@ class GeneratorSection(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> "GeneratorSection":
-        problems = normalised_urls(self.base_urls)[1] if self.kind == "openai" else []
+        problems = []
+        if self.kind == "openai" and not self.base_urls:
+            problems.append("base_urls: none given; kind openai needs one, like [http://localhost:8000/v1]")
         if self.drafter is not None and self.kind == "openai":
             problems.append("drafter: drafts in this process, not on servers: leave it out of kind openai")
         if problems:

@@ -1,30 +1,31 @@
 """A server of completions and chats on loopback, as good or as bad as a test wants it.
 
-Its answers follow from the prompt's token ids alone.
-
     with FakeServer(tokenizer) as server:
         recipe["data"]["generator"] |= {"kind": "openai", "base_urls": [server.url]}
         ...
         assert server.asked[tuple(prompt_ids)] == 1
 
-`expected(tokenizer, prompt_ids, limit)` is what any of them answers; its text, tokenised again, gives the same ids.
+Its answers follow from the prompt's token ids alone (`expected`); their text, tokenised again, gives the same ids.
 """
 
+import contextlib
 import hashlib
 import json
 import random
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from werkzeug import Request, Response
+from werkzeug.serving import WSGIRequestHandler, make_server
 
 from draftsmith.models.chat import render_prompt
-from tests.data_gen.loopback import Loopback, cut
+from tests.ranks import free_port
 
 WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "after", "in", "rain", "caf\u00e9", "line\u2028end"]
 STOP = 4
@@ -62,7 +63,7 @@ class Manners:
     """How a server behaves."""
 
     model: str = "fake"
-    max_model_len: int | None = 512
+    max_model_len: int = 512
     key: str | None = None  # that it wants
     ids: str = "token_ids"  # how it gives them: token_ids, logprobs, content (as llama.cpp), or text for not at all
     strip_stop: bool = False  # from ids and text, and not from the count
@@ -76,16 +77,15 @@ class Manners:
     lie_to: Callable[[list[int]], bool] = field(default=lambda prompt_ids: True)
     odd: list[Callable[[], Response]] = field(default_factory=list)  # each is given to one new prompt, at first
     always: Callable[[], Response] | None = None  # is given to every prompt, the first trial too
-    models: Callable[[], Response] | None = None  # the list of models
     mute: threading.Event | None = None  # it answers nothing, not even the trial, until this is set
 
 
-class FakeServer(Loopback):
-    """Counts what it is asked."""
+class FakeServer:
+    """Counts what it is asked. Used in a `with` statement; `stop` and `start` are dying and coming back."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, **manners: Any):
-        super().__init__()
-        self.url += "/v1"
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}/v1"
         self.tokenizer, self.manners = tokenizer, Manners(**manners)
         self.asked: Counter[tuple[int, ...]] = Counter()  # prompts that came, without the first trial of one token
         self.answered: Counter[tuple[int, ...]] = Counter()
@@ -93,20 +93,50 @@ class FakeServer(Loopback):
         self.headers: list[dict[str, str]] = []
         self.times: list[float] = []
         self.busy = self.busiest = self.looks = 0  # requests under way, at most; at the list of models
-        self.chance = random.Random(0)
+        self._chance, self._lock = random.Random(0), threading.RLock()
+        self._connections: set[socket.socket] = set()
 
-    def answer(self, request: Request) -> Response:
+    def start(self) -> None:
+        self._http: Any = make_server("127.0.0.1", self.port, self._serve, threaded=True, request_handler=_Quiet)
+        threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Drops every connection and listens no more."""
+        http, self._http = self._http, None
+        if http is not None:
+            http.shutdown()
+            http.server_close()
+            for connection in list(self._connections):
+                _drop(connection)
+
+    def __enter__(self) -> "FakeServer":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _serve(self, environ: Any, start: Any) -> Iterable[bytes]:
+        connection = environ["werkzeug.socket"]
+        self._connections.add(connection)
+        try:
+            return self._answer(Request(environ))(environ, start)
+        finally:
+            self._connections.discard(connection)
+
+    def _answer(self, request: Request) -> Response:
         given = request.headers.get("Authorization")
         if self.manners.key is not None and given != f"Bearer {self.manners.key}":
             return _json({"error": {"message": f"wrong key: {given}"}}, 401)  # some servers repeat what they were given
         if request.method == "GET":
-            return self._models(request.path)
+            self.looks += 1
+            return _json({"data": [{"id": self.manners.model, "max_model_len": self.manners.max_model_len}]})
         if self.manners.always is not None:
             return self.manners.always()
         body = request.get_json()
         if body["model"] != self.manners.model:
             return _json({"message": f"The model {body['model']!r} does not exist."}, 404)
-        with self.lock:
+        with self._lock:
             if "messages" in body:
                 body["prompt"] = list(render_prompt(self.tokenizer, body["messages"], body.get("tools")))
             if len(body["prompt"]) > 1:
@@ -121,24 +151,15 @@ class FakeServer(Loopback):
                 self.manners.mute.wait(60)
             return _json(self._reply(body)) if len(body["prompt"]) == 1 else self._complete(request, body)
         finally:
-            with self.lock:
+            with self._lock:
                 self.busy -= 1
-
-    def _models(self, path: str) -> Response:
-        self.looks += 1
-        if self.manners.models is not None:
-            return self.manners.models()
-        if path != "/v1/models":
-            return _json({"detail": "Not Found"}, 404)
-        longest = {} if self.manners.max_model_len is None else {"max_model_len": self.manners.max_model_len}
-        return _json({"object": "list", "data": [{"id": self.manners.model, "object": "model"} | longest]})
 
     def _complete(self, request: Request, body: Reply) -> Response:
         manners, prompt = self.manners, tuple(body["prompt"])
-        with self.lock:
+        with self._lock:
             odd = bool(manners.odd) and self.asked[prompt] == 1 and manners.lie_to(body["prompt"])
             other = manners.odd.pop() if odd else None
-            fails, tears = (self.chance.random() < share for share in (manners.fail, manners.tear))
+            fails, tears = (self._chance.random() < share for share in (manners.fail, manners.tear))
         if other is not None:
             return other()
         if fails:
@@ -147,8 +168,8 @@ class FakeServer(Loopback):
         time.sleep(manners.seconds)
         reply = _json(spoken(self._reply(body), body))
         if tears:
-            return cut(request, reply, len(reply.get_data()) // 2)
-        with self.lock:
+            return _torn(request, reply)
+        with self._lock:
             self.answered[prompt] += 1
         return reply
 
@@ -165,8 +186,7 @@ class FakeServer(Loopback):
         if manners.ids == "content" and body.get("logprobs"):
             whole = [i for n, i in enumerate(shown, 1) if not str(self.tokenizer.decode(shown[:n])).endswith("\ufffd")]
             choice["logprobs"] = {"content": [{"id": i} for i in whole]}
-        usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": len(ids)}
-        reply = {"object": "text_completion", "model": manners.model, "choices": [choice], "usage": usage}
+        reply = {"choices": [choice], "usage": {"prompt_tokens": len(prompt_ids), "completion_tokens": len(ids)}}
         if manners.lie is not None and len(prompt_ids) > 1 and manners.lie_to(prompt_ids):
             manners.lie(reply)
         return reply
@@ -176,16 +196,37 @@ def spoken(reply: Reply, body: Reply) -> Reply:
     """The reply as vLLM gives it to a chat completion, if the request is one."""
     if "messages" not in body:
         return reply
-    choices, beside = [], {}
-    for choice in reply["choices"]:
-        said = {key: value for key, value in choice.items() if key not in ("text", "prompt_token_ids")}
-        said["message"] = {"role": "assistant", "content": choice["text"]}
-        if tokens := (choice.get("logprobs") or {}).get("tokens"):
-            said["logprobs"] = {"content": [{"token": token} for token in tokens]}
-        choices.append(said)
-        beside = {"prompt_token_ids": choice["prompt_token_ids"]} if "prompt_token_ids" in choice else {}
-    return reply | {"choices": choices} | beside
+    [choice] = reply["choices"]
+    said = {key: value for key, value in choice.items() if key not in ("text", "prompt_token_ids")}
+    said["message"] = {"role": "assistant", "content": choice["text"]}
+    if tokens := (choice.get("logprobs") or {}).get("tokens"):
+        said["logprobs"] = {"content": [{"token": token} for token in tokens]}
+    beside = {key: choice[key] for key in ("prompt_token_ids",) if key in choice}
+    return reply | {"choices": [said]} | beside
 
 
 def _json(content: Reply, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(json.dumps(content), status, headers, mimetype="application/json")
+
+
+def _torn(request: Request, reply: Response) -> Response:
+    """The reply, whose connection is dropped in the middle of the body."""
+
+    def begin(content: bytes) -> Iterator[bytes]:
+        yield content[: len(content) // 2]
+        _drop(request.environ["werkzeug.socket"])
+
+    content = reply.get_data()
+    reply.response = begin(content)
+    reply.headers["Content-Length"] = str(len(content))
+    return reply
+
+
+def _drop(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it was gone
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Quiet(WSGIRequestHandler):
+    def log(self, type: str, message: str, *args: Any) -> None:
+        pass

@@ -15,7 +15,6 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen import rank_vocab
-from draftsmith.data_gen.vocabulary import counts as corpus_counts
 from draftsmith.data_gen.vocabulary import reader as corpus_reader
 from draftsmith.models.vocab import CorpusCounts, load_tensors
 
@@ -72,7 +71,7 @@ Script = Callable[..., str]
 @pytest.fixture
 def rank_by(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Script:
     """Calls rank_vocab with the sources that it is given, in this process; returns what it prints."""
-    monkeypatch.setattr(corpus_counts, "BATCH_CHARACTERS", 600)
+    monkeypatch.setattr(corpus_reader, "BATCH_CHARACTERS", 600)
     monkeypatch.setattr(corpus_reader, "PIECE_CHARACTERS", 200)
 
     def call(sources: list[dict[str, Any]], *arguments: str) -> str:

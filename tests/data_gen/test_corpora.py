@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -19,8 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.training_rows.rows import turns_of_messages
 from draftsmith.data_gen.vocabulary import reader as corpus_reader
-from draftsmith.data_gen.vocabulary.counts import Tokeniser, counts_path
-from draftsmith.data_gen.vocabulary.reader import items
+from draftsmith.data_gen.vocabulary.reader import Tokeniser, items
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.errors import UserError
@@ -44,43 +42,40 @@ from tests.thinning import EXHAUSTIVE
 # What is counted.
 
 
-def test_every_form_of_file_counts_the_same(place: Path, rank_by: Script, tokenizer: PreTrainedTokenizerBase) -> None:
-    """In one, two or forty files, packed or not, and each file once on whatever ways it is found."""
+@pytest.mark.parametrize("most", [None, 1, 13, 50])
+def test_every_form_of_file_counts_the_same(
+    place: Path, rank_by: Script, tokenizer: PreTrainedTokenizerBase, most: int | None
+) -> None:
+    """In one, two or forty files, packed or not, each file once on whatever ways it is found; up to max_documents."""
     texts = some_texts(40, 0)
     records = [{"text": text, "n": i} for i, text in enumerate(texts)]
     table = pyarrow.Table.from_pylist(records)
+    in_bytes = pyarrow.table({"text": [text.encode() for text in texts]})
     for name in ("a.jsonl", "a.jsonl.gz"):
         write_lines(place / name, records)
     for name, part in {"split/0.jsonl": records[:13], "split/deeper/1.jsonl.gz": records[13:]}.items():
         write_lines(place / name, part)
     (place / "a.json").write_text(json.dumps(records, indent=1))
     write_lines(place / "folder/0.jsonl", records[:13])
-    for name, part in {"a": table, "folder/a": table[13:], "hub/0": table[:15], "hub/1": table[15:]}.items():
+    for name, part in {"a": in_bytes, "folder/a": table[13:], "hub/0": table[:15], "hub/1": table[15:]}.items():
         (place / name).parent.mkdir(exist_ok=True)
         pyarrow.parquet.write_table(part, place / f"{name}.parquet", row_group_size=7)
     for i, text in enumerate(texts):
-        (place / f"texts{i:02}.txt").write_text(text, encoding="utf-8")
-        (place / f"texts{i:02}.txt.gz").write_bytes(gzip.compress(text.encode()))
+        (place / f"t{i:02}.txt").write_text(text, encoding="utf-8")
+        (place / f"t{i:02}.txt.gz").write_bytes(gzip.compress(text.encode()))
     (place / "split/link.jsonl").symlink_to("0.jsonl")
-    names = (
-        "a.jsonl",
-        "a.jsonl.gz",
-        "a.json",
-        "split/**/**/*.jsonl*",
-        "a.parquet",
-        "folder",
-        "texts*.txt",
-        "texts*.gz",
-    )
-    sources = [{"source": str(place / name)} for name in names] + [{"source": f"hf:{place / 'hub'}:train"}]
-    printed, wanted = rank_by(sources), counted(texts, tokenizer)
+    names = ("a.jsonl", "a.jsonl.gz", "a.json", "split/**/**/*.jsonl*", "a.parquet", "folder", "t*.txt", "t*.gz")
+    sources = [{"source": str(place / name), "max_documents": most} for name in names]
+    sources += [{"source": f"hf:{place / 'hub'}:train", "max_documents": most}]
+    printed, wanted = rank_by(sources), counted(texts[:most], tokenizer)
     for corpus, source in zip(load_corpora(token_counts(place)), sources, strict=True):
         assert as_counter(corpus.counts) == wanted, source
-        assert corpus.documents == 40 and corpus.rejected == 0
-        assert f"{source['source']}: {wanted.total():,} tokens in 40 documents; no record rejected" in printed
+        assert corpus.documents == min(most or 40, 40) and corpus.rejected == 0
+        told = f"{wanted.total():,} tokens in {corpus.documents} documents; no record rejected"
+        assert f"{source['source']}: {told}" in printed
     counts, _ = load_token_counts(token_counts(place))
-    most = sorted(wanted.items(), key=lambda item: (-item[1], item[0]))[:20]
-    assert counts.argsort(descending=True, stable=True).tolist()[:20] == [token for token, _ in most]
+    ranked = sorted(wanted.items(), key=lambda item: (-item[1], item[0]))[:9]
+    assert counts.argsort(descending=True, stable=True).tolist()[: len(ranked)] == [token for token, _ in ranked]
 
 
 def read(source: Path) -> tuple[list[corpus_reader.Item], list[dict[str, Any]]]:
@@ -150,40 +145,6 @@ def test_a_damaged_packed_file_is_read_up_to_the_damage(tmp_path: Path, ending: 
         assert not damaged or rejected[0]["line"] == 1 + text.count("\n")
 
 
-def test_columns_of_bytes_are_text_and_numbers_are_not(
-    place: Path, rank_by: Script, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    texts, path = some_texts(5, 24), place / "a.parquet"
-    cells = [*(text.encode() for text in texts), b"caf\xe9", b"", None]
-    pyarrow.parquet.write_table(pyarrow.table({"text": cells}), path)
-    rank_by([{"source": str(path)}])
-    corpus = load_corpora(token_counts(place))[0]
-    assert as_counter(corpus.counts) == counted(texts, tokenizer) and corpus.rejected == 3
-    pyarrow.parquet.write_table(pyarrow.table({"text": [7]}), path)
-    with pytest.raises(UserError, match="wrong type: `text` must be text"):
-        rank_by([{"source": str(path)}])
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt", "hub"])
-def test_a_limit_counts_documents(place: Path, rank_by: Script, ending: str) -> None:
-    texts, folder = some_texts(20, 1), place / "data"
-    folder.mkdir()
-    for i in range(20 if ending == "txt" else 2):
-        part = [{"text": text} for text in texts[10 * i : 10 * i + 10]]
-        if ending == "txt":
-            (folder / f"{i:02}.txt").write_text(texts[i])
-        elif ending == "jsonl":
-            write_lines(folder / f"{i}.jsonl", part)
-        else:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), folder / f"train-{i}.parquet")
-    for most in (1, 13, 50):
-        source = f"hf:{folder}" if ending == "hub" else f"{folder}/*.{ending}"
-        rank_by([{"source": source, "max_documents": most}])
-        corpus = load_corpora(token_counts(place))[0]
-        assert as_counter(corpus.counts) == counted(texts[:most], make_tokenizer())
-        assert corpus.documents == min(most, 20)
-
-
 def test_conversations_count_what_the_assistant_writes(
     place: Path, rank_by: Script, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -219,8 +180,8 @@ def test_no_special_tokens_are_added_and_no_text_is_cut(tmp_path: Path) -> None:
     assert tokenizer.encode("cat")[0] == 0
     path = write_lines(tmp_path / "a.jsonl", [{"text": "the cat " * 9}])
     source = RankingSource(source=str(path))
-    [found] = Tokeniser(tokenizer, VOCAB_SIZE).documents(source, Rejects(), "counting")
-    assert Counter(found.ids) == counted(["the cat " * 9], make_tokenizer())
+    [(ids, _)] = Tokeniser(tokenizer, VOCAB_SIZE).documents(source, Rejects())
+    assert Counter(ids) == counted(["the cat " * 9], make_tokenizer())
 
 
 def test_bad_records_are_kept_and_stop_nothing(
@@ -246,7 +207,7 @@ def test_bad_records_are_kept_and_stop_nothing(
         assert printed.count("rejected (") == 2 and printed.count("counted before") == 2 * again
         corpora = load_corpora(token_counts(place))
         assert as_counter(corpora[0].counts) == counted(good, tokenizer)
-        assert as_counter(corpora[1].counts) == counted(["the cat\n", "the mat\n"], tokenizer)
+        assert as_counter(corpora[1].counts) == counted(["the cat\nthe mat\n"], tokenizer)
         assert [corpus.rejected for corpus in corpora] == [8, 1]
         kept = [file.read_text().splitlines() for file in (place / "out/ranking").glob("*.rejects.jsonl")]
         entries = sorted((json.loads(line) for lines in kept for line in lines), key=lambda entry: entry["source"])
@@ -257,25 +218,20 @@ def test_bad_records_are_kept_and_stop_nothing(
 # Finished counts are kept.
 
 
-def test_what_changed_is_counted_anew_with_a_word(place: Path, rank_by: Script) -> None:
+def test_what_changed_is_counted_anew(place: Path, rank_by: Script) -> None:
     a, b = write_lines(place / "a.jsonl", [{"text": "the cat"}, "{torn\n"]), place / "b.txt"
     b.write_text("the dog ran")
     sources = [{"source": str(a)}, {"source": str(b)}]
-    assert not re.search("counted (again|before)", rank_by(sources))
+    assert "counted before" not in rank_by(sources)
     assert rank_by([{"source": str(b), "weight": 2.5}]).count("counted before") == 1  # weights and company are nothing
     write_lines(a, [{"text": "the mat"}])
     printed = rank_by(sources)
-    assert f"{a}: counted again: its files changed" in printed and f"{b}: counted before" in printed
+    assert f"{a}: counted before" not in printed and f"{b}: counted before" in printed
     corpus = load_corpora(token_counts(place))[0]
     assert as_counter(corpus.counts) == counted(["the mat"], make_tokenizer()) and corpus.rejected == 0
-    assert not list((place / "out/ranking").glob("*a-jsonl*.rejects.jsonl"))
-    assert f"{a}: counted again: its max_documents changed" in rank_by([{"source": str(a), "max_documents": 1}])
-    state = counts_path(place / "out/ranking", str(b))
-    state.write_bytes(state.read_bytes()[:-7])
-    assert f"{b}: counted again: {state} cannot be read" in rank_by([{"source": str(b)}])
+    assert "counted before" not in rank_by([{"source": str(a), "max_documents": 1}])
     (place / "other.jinja").write_text(make_tokenizer().get_chat_template() + " ")
-    printed = rank_by([{"source": str(b)}], f"target.chat_template={place / 'other.jinja'}")
-    assert f"{b}: counted again: its tokenizer changed" in printed
+    assert "counted before" not in rank_by([{"source": str(b)}], f"target.chat_template={place / 'other.jinja'}")
 
 
 @pytest.mark.parametrize("end", [ConnectionError("the line is dead\nand more"), KeyboardInterrupt()])
@@ -293,8 +249,7 @@ def test_an_interrupted_count_starts_over_and_finished_ones_are_kept(
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(stream))
     path = write_lines(place / "a.jsonl", [{"text": "the cat"}])
     sources = [{"source": str(path)}, {"source": "hf:org/texts:train"}]
-    told = r"ConnectionError: the line is dead \(behind row 41; " if isinstance(end, Exception) else None
-    with pytest.raises((UserError, KeyboardInterrupt), match=told):
+    with pytest.raises((UserError, KeyboardInterrupt)):
         rank_by(sources)
     printed = rank_by(sources)
     assert f"{path}: counted before" in printed and "hf:org/texts:train: counted" not in printed

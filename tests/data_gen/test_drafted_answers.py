@@ -3,19 +3,15 @@
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
-from draftsmith.data_gen.answers import generators
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.target import TargetSection
 from tests.data_gen.test_regenerate import Workspace
 from tests.data_gen.test_regenerate import place as place  # the fixture
-from tests.pairs import taught, untaught
+from tests.pairs import taught
 
 LAYERS = (0, 1, 2)  # that the drafter reads
 
@@ -55,19 +51,3 @@ def test_greedy_files_are_the_same_with_a_drafter_and_without(place: Workspace) 
     found = place.by_id()
     assert [record["generator"].pop("drafted_by", None) for record in found.values()].count(drafted_by) == 7
     assert found == expected
-
-
-def test_what_cannot_draft_is_told_before_anything_is_loaded(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.ask(2)
-    monkeypatch.setattr(generators, "LoadedModels", None)
-    drafter = add_drafter(place, steps=1)
-    assert f"drafter        {drafter}, 3 tokens for each pass" in place.run(
-        "--plan", f"data.generator.drafter={drafter}"
-    )
-    section = TargetSection(model=str(place.target))
-    other = Target(TargetFiles(section).load_model("cpu"), LAYERS)
-    identity = TargetFiles(section).identity_of(other) | {"tokenizer_fingerprint": "another"}
-    save_drafter(place.folder / "other", untaught("eagle3", other), identity, "", {})
-    with pytest.raises(UserError, match=r"data\.generator\.drafter: .*tokenizer"):
-        place.run(f"data.generator.drafter={place.folder / 'other'}")
-    assert not place.path.exists()

@@ -16,7 +16,6 @@ from draftsmith.data_gen.server_client import generator as server_generator
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.sections.target import TargetSection
 from tests.clock import on
 from tests.data_gen.fake_server import STOP, FakeServer, expected
 from tests.data_gen.regeneration_place import RegenerationPlace
@@ -89,7 +88,7 @@ def some_prompts(place: Place) -> list[dict[str, Any]]:
 def test_lines_name_their_pictures_and_hold_what_was_asked(place: Place) -> None:
     place.write_prompts(*some_prompts(place))
     place.run()
-    records, tokenizer = place.by_id(), TargetFiles(TargetSection(model=str(place.target))).tokenizer
+    records, tokenizer = place.by_id(), place.tokenizer
     assert set(records) == {"parts", "other", "turns", "column", "url", "text"}
     a, b, c = (place.part(name) for name in ("a.png", "b.png", "c.png"))
     first = {key: record["messages"][0]["content"] for key, record in records.items()}
@@ -186,10 +185,6 @@ def served(
     return Place(tmp_path, target, capsys)
 
 
-def server_of(place: Place, **manners: Any) -> FakeServer:
-    return FakeServer(TargetFiles(TargetSection(model=str(place.target))).tokenizer, **manners)
-
-
 def openai(server: FakeServer, **more: Any) -> list[str]:
     words = {"kind": "openai", "base_urls": [server.url]} | more
     return [f"data.generator.{key}={json.dumps(value)}" for key, value in words.items()]
@@ -207,7 +202,7 @@ def images_of(body: dict[str, Any]) -> list[Image.Image]:
 def test_servers_get_pictures_as_messages(served: Place, ids: str) -> None:
     place = served
     place.write_prompts(*some_prompts(place))
-    with server_of(place, ids=ids) as server:
+    with FakeServer(place.tokenizer, ids=ids) as server:
         place.run(*openai(server))
         place.run(*openai(server))  # asks nothing again
         assert max(server.asked.values()) <= 2  # two prompts differ in their pictures alone
@@ -237,7 +232,7 @@ def test_ids_of_pictures_may_be_a_server_s_own_and_no_others(served: Place, show
         own = [shown if token == PLACEHOLDER else token for token in asked]
         reply["choices"][0]["prompt_token_ids"] = own if shown else [*asked[1:], asked[0]]
 
-    with server_of(place, lie=other_ids) as server:
+    with FakeServer(place.tokenizer, lie=other_ids) as server:
         if believed:
             place.run(*openai(server))
         else:
@@ -253,10 +248,10 @@ def test_servers_that_would_write_another_date_are_not_asked(served: Place, monk
     saved.write_text(words + "{{ date_string }}" + saved.read_text())
     place.write_prompts(*some_prompts(place)[:2])
     on("2025-07-25", monkeypatch)
-    with server_of(place) as server:
+    with FakeServer(place.tokenizer) as server:
         place.run(*openai(server), "data.max_prompts=1")
     on("2025-07-26", monkeypatch)
-    with server_of(place) as server:
+    with FakeServer(place.tokenizer) as server:
         with pytest.raises(UserError, match="this run's has been 2025-07-25"):
             place.run(*openai(server))
         assert len(place.by_id()) == 1 and not [body for body in server.bodies if "messages" in body]
@@ -274,7 +269,7 @@ def test_what_servers_cannot_read_alike_is_sent_as_png(served: Place) -> None:
     picture(24, 16).save(place.folder / "plain.jpg")
     forms = {"turned.jpg": ("PNG", (16, 24)), "clear.png": ("PNG", (24, 16)), "plain.jpg": ("JPEG", (24, 16))}
     place.write_prompts(*({"id": name, "prompt": "the mat", "image": name} for name in forms))
-    with server_of(place) as server:
+    with FakeServer(place.tokenizer) as server:
         place.run(*openai(server, concurrency=1))
     images = [images_of(body)[0] for body in server.bodies]
     assert [(image.format, image.size) for image in images] == list(forms.values())

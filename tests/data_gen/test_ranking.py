@@ -17,13 +17,11 @@ from draftsmith.eval.decoding.contenders import contender_of, vocab_of
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import (
     BLEND_SCALE,
-    CorpusCounts,
     DraftVocab,
     always_inside,
     blend,
     cut_vocab,
     load_token_counts,
-    save_token_counts,
 )
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
@@ -63,29 +61,8 @@ def test_blend_equals_its_slow_twin() -> None:
         ours = blend([(torch.tensor(c), w) for c, w in zip(corpora, weights, strict=True)])
         assert ours.dtype == torch.int64
         assert ours.tolist() == reference.blended_counts(corpora, weights, BLEND_SCALE)
-
-
-def test_blend_keeps_order_and_every_token_that_was_seen() -> None:
-    large, small = torch.tensor([10**12, 10**12 - 1, 1, 0, 0]), torch.tensor([0, 0, 0, 3, 0])
-    counts = blend([(large, 1.0), (small, 1e-12)]).tolist()
-    assert counts[0] > counts[1] > counts[3] >= counts[2] >= 1 and counts[4] == 0
-    # Sizes do not matter, weights do: ten times the text at the same weight is the same ranking.
-    assert torch.equal(blend([(large, 1.0), (small * 10, 3.0)]), blend([(large, 2.0), (small, 6.0)]))
-    # One corpus keeps its counts, whatever its weight; and its own tensor.
-    assert torch.equal(blend([(small, 7.0)]), small) and blend([(small, 7.0)]) is not small
-
-
-def test_counts_of_a_blend_round_trip(tmp_path: Path) -> None:
-    path = tmp_path / "counts"
-    parts = [
-        CorpusCounts("a.txt", torch.tensor([5, 0, 1]), 0.5, documents=2, rejected=1),
-        CorpusCounts("answers", torch.tensor([0, 2, 2]), None, documents=3),
-    ]
-    save_token_counts(path, blend([(parts[0].counts, 0.5)]), "ab" * 32, [2], [0, 2], parts)
-    counts, metadata = load_token_counts(path)
-    assert counts.tolist() == [5, 0, 1] and always_inside(metadata) == {0, 2}
-    for ours, theirs in zip(load_corpora(path), parts, strict=True):
-        assert torch.equal(ours.counts, theirs.counts) and ours.facts() == theirs.facts()
+    alone = torch.tensor([0, 0, 3])
+    assert torch.equal(blend([(alone, 7.0)]), alone) and blend([(alone, 7.0)]) is not alone
 
 
 # What is chosen.
@@ -232,7 +209,7 @@ def test_all_sources_that_are_wrong_are_told_at_once(place: Path, rank_by: Scrip
         f"{place}/missing.txt": "no such file",
         f"{place}/blank.jsonl": "it holds no records",
         f"{place}/nofield.jsonl": "no field `text` .* among body, n",
-        f"{place}/fake.parquet": "damaged file",
+        f"{place}/fake.parquet": "cannot be read as parquet",
         "hf:": "write hf:org/name",
         f"hf:{place}/no-such:train": "datasets cannot load it",
         "hf:org/name:train[:10]": "parts of a split",
@@ -248,9 +225,5 @@ def test_all_sources_that_are_wrong_are_told_at_once(place: Path, rank_by: Scrip
 def test_a_corpus_smaller_than_the_vocabulary_is_filled_up(place: Path, rank_by: Script) -> None:
     a = write_lines(place / "a.jsonl", [{"text": "the cat sat"}])
     seen = len(counted(["the cat sat"], make_tokenizer()))
-    with pytest.raises(UserError, match=r"3 has no room for the 4 stop and template tokens \[1, 2, 3, 4\]"):
-        rank_by([{"source": str(a)}], "drafter.vocab_size=3")
     assert "note:" not in rank_by([{"source": str(a)}], f"drafter.vocab_size={seen + 4}")
     assert f"note: only {seen + 4} of 100 draft" in rank_by([{"source": str(a)}], "drafter.vocab_size=100")
-    vocab, counts = DraftVocab.load(place / "out/draft_vocab.safetensors"), load_token_counts(token_counts(place))[0]
-    assert vocab.target_ids.tolist() == reference.most_frequent(list(range(VOCAB_SIZE)), counts.tolist(), 100, TEMPLATE)

@@ -1,132 +1,260 @@
-"""Runs of regeneration by servers: what ends them, whose file it is, odd and hostile replies, keys, and kills."""
+"""Regeneration by servers, against real HTTP on loopback: whatever they do, every answer is right and there once."""
 
+import contextlib
 import json
 import random
 import re
 import signal
 import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.server_client import client as server_client
-from draftsmith.data_gen.server_client.answers import Completion, Failed, Refused, Vocabulary, read_answer
+from draftsmith.data_gen.server_client import generator as server_generator
 from draftsmith.data_gen.server_client.client import Client
+from draftsmith.models.chat import render_prompt
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.server_urls import normalised_urls
-from tests.conftest import make_tokenizer
+from draftsmith.recipes.server_urls import server_url
 from tests.data_gen.crash import run_script, signalled_when
-from tests.data_gen.fake_server import STOP, FakeServer, dripping, raw
-from tests.data_gen.server_place import Place
-from tests.data_gen.server_place import place as place
+from tests.data_gen.fake_server import STOP, FakeServer, Reply, dripping, expected, raw
+from tests.data_gen.regeneration_place import LIMIT, ServedPlace
 from tests.data_gen.test_crashes import lines_in
 
-# What stops a run.
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> ServedPlace:
+    return ServedPlace(tmp_path, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize(
-    ("manners", "generator", "problem"),
-    [
-        ({"model": "other"}, {"served_model": "mine"}, "serves other, not mine"),
-        ({"max_model_len": 128}, {}, "serves at most 128 tokens .* rows have up to 200"),
-        ({"status": 404, "fail": 1.0}, {}, "has no /v1/completions"),
-        ({"status": 403, "fail": 1.0}, {}, "says 403"),
-    ],
-)
-def test_what_holds_for_every_prompt_ends_the_run(
-    place: Place, manners: dict[str, Any], generator: dict[str, Any], problem: str
-) -> None:
-    place.ask(30)
-    with FakeServer(place.tokenizer, **manners) as server:
-        place.use(server, concurrency=3, **generator)
-        with pytest.raises(UserError, match=problem):
-            place.run()
-    assert server.asked.total() <= 3 and not place.path.exists()
+# Answers.
 
 
-PAGE = b"<!DOCTYPE html>\n<html><head><title>Oops &ndash; not here</title></head><body>Sorry!</body></html>"
-NO_IDS = b'{"error": {"message": "cannot unmarshal array into field prompt of type string"}}'
-DEEP = b"[" * 200_000
+GIVEN = [("token_ids", False), ("token_ids", True), ("logprobs", True), ("content", False)]
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "problem"),
-    [
-        (404, PAGE, "has no /v1/completions (404: an HTML page)"),
-        (404, b'{"message": "The model `fake` does not exist."}', "does it still serve data.generator.served_model"),
-        (400, NO_IDS, "refuses a prompt of one token id (refused: 400: cannot unmarshal"),
-        (200, b'{"error": "Unexpected endpoint"}', "error in the reply: Unexpected endpoint"),
-        (502, PAGE, "502: an HTML page"),
-    ],
-)
-def test_servers_that_lack_what_is_needed_are_told_by_one_error(
-    place: Place, status: int, body: bytes, problem: str
-) -> None:
-    place.ask(2)
-    with FakeServer(place.tokenizer, always=raw(body, status)) as server:
+@pytest.mark.parametrize(("ids", "strip"), [*GIVEN, ("text", False), ("text", True)])
+def test_token_ids_are_kept_or_made_of_the_text_and_said_to_be(place: ServedPlace, ids: str, strip: bool) -> None:
+    place.ask(40, turns=3)
+    with FakeServer(place.tokenizer, ids=ids, strip_stop=strip) as server:
         place.use(server)
-        problems, printed = place.fails()
-    assert server.url in problems[0] and problem in problems[0]
-    assert "<" not in "".join(problems) and printed == ""
+        printed = place.run()
+    assert set(server.asked.values()) == set(server.answered.values()) == {1}
+    turns = [turn for record in place.records() for turn in record["turns"]]
+    assert {turn["finish_reason"] for turn in turns} == {"stop", "length"}
+    decode: Any = place.tokenizer.decode
+    for turn in turns:
+        wanted, reason = expected(place.tokenizer, turn["prompt_token_ids"], LIMIT)
+        # llama.cpp leaves out the ids of a character of several tokens.
+        skipped = any(decode(wanted[:n]).endswith("\ufffd") for n in range(1, len(wanted) + 1))
+        made = ids == "text" or (ids == "content" and skipped)
+        assert turn.get("retokenised", False) is made and turn["finish_reason"] == reason
+        if turn["output_token_ids"] != wanted:  # cut inside a word, other tokens may be the shorter way to write it
+            assert made and reason == "length" and decode(wanted).startswith(decode(turn["output_token_ids"]))
+    tokens, made = (sum(map(of, turns)) for of in (lambda t: len(t["output_token_ids"]), lambda t: "retokenised" in t))
+    assert f"40 of 40 conversations written\n{len(turns)} answers, {tokens:,} tokens" in printed
+    assert f"{server.url}: {len(turns)} answers, {tokens:,} tokens, 0 failed tries" in printed
+    assert (f"{made} answers tokenised again from text" in printed) is (made > 0)
 
 
-def test_names_of_the_model(place: Place) -> None:
-    place.ask(2)
-    with FakeServer(place.tokenizer, model="a") as one, FakeServer(place.tokenizer, model="b") as two:
-        place.use(one, two)
-        problems, _ = place.fails()
-        assert len(problems) == 1 and ("serves a, not b" in problems[0] or "serves b, not a" in problems[0])
-        place.use(one)
+def test_requests_say_everything_and_repeat_themselves(place: ServedPlace) -> None:
+    place.ask(12)
+    bodies = []
+    for seed in (5, 5, 6):
+        with FakeServer(place.tokenizer) as server:
+            place.use(server, top_p=0.9, seed=seed)
+            place.run(f"output_dir={place.folder / str(len(bodies))}", "data.max_length=32")
+            bodies.append({tuple(body["prompt"]): body for body in server.bodies})
+    assert bodies[0] == bodies[1]
+    seeds = {body["seed"] for body in bodies[0].values()}
+    assert len(seeds) == len(bodies[0]) and not seeds & {body["seed"] for body in bodies[2].values()}
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "n": 1}
+    ours = {"skip_special_tokens": False, "add_special_tokens": False, "stop_token_ids": [STOP], "model": "fake"}
+    for prompt, body in bodies[0].items():
+        assert body["max_tokens"] == min(LIMIT, 32 - len(prompt))
+        assert (sampling | ours).items() <= body.items()
+    assert any(body["max_tokens"] < LIMIT for body in bodies[0].values())
+
+
+def test_concurrency_is_used_and_the_least_loaded_server_is_asked(place: ServedPlace) -> None:
+    place.ask(60, turns=1)
+    with FakeServer(place.tokenizer, seconds=0.4) as slow, FakeServer(place.tokenizer, seconds=0.01) as fast:
+        place.use(slow, fast, concurrency=4)
         place.run()
-        place.ask(3)
-        place.use(two)
-        with pytest.raises(UserError, match="with served_model a, the model there now has b"):
-            place.run()
+    records = place.check()
+    assert 2 <= slow.busiest <= 4 and 2 <= fast.busiest <= 4  # the first four are shared
+    assert slow.asked.total() < 20 and slow.asked.total() + fast.asked.total() == 60
+    assert [record["id"] for record in records] != [f"q{i}" for i in range(60)]  # they came out of order
 
 
-def test_urls() -> None:
-    urls = ["http://a:8000", "http://b:8000/v1/", " https://c/api/v1 ", "http://[::1]:8000/"]
-    found = ["http://a:8000/v1", "http://b:8000/v1", "https://c/api/v1", "http://[::1]:8000/v1"]
-    assert normalised_urls(urls) == (found, [])
-    wrong = ["localhost:8000", "http://me:hunter2@a/v1", "http://b?x=1", "ftp://a", "http://xn--a:1"]
-    problems = normalised_urls([*wrong, "http://a", "http://a/v1"])[1]
-    assert len(problems) == 6 and "hunter2" not in "".join(problems) and "there twice" in problems[-1]
+# Failures of a try.
 
 
-def test_a_file_belongs_to_one_kind_of_writer(place: Place) -> None:
-    place.ask(4)
-    with FakeServer(place.tokenizer) as one, FakeServer(place.tokenizer) as two:
-        place.use(one)
-        place.run()
-        with pytest.raises(UserError, match="written with kind 'openai', this run has 'transformers'"):
-            place.run("data.generator.kind=transformers")
-        place.ask(8)
-        place.use(two, concurrency=1)  # elsewhere and otherwise asked, it is the same
-        assert "4 of 8 conversations are done" in place.run()
+@contextlib.contextmanager
+def meanwhile(ready: Callable[[], bool], do: Callable[[], object]) -> Iterator[None]:
+    """Does something in another thread once `ready` says so."""
+
+    def watch() -> None:
+        while not ready():
+            time.sleep(0.005)
+        do()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    yield
+    thread.join()
+
+
+def test_errors_and_torn_connections_are_tried_again(place: ServedPlace) -> None:
+    place.ask(40)
+    with FakeServer(place.tokenizer, fail=0.2, tear=0.2) as one, FakeServer(place.tokenizer, fail=0.1) as two:
+        place.use(one, two, concurrency=8)
+        place.change(TRIES=31)
+        printed = place.run()
     place.check()
-    assert not set(one.asked) & set(two.asked)
-    assert "all 8 conversations are done" in place.run()  # nothing left to ask: no server is needed
+    answered = one.answered + two.answered
+    assert set(answered.values()) == {1}
+    failed = (one.asked + two.asked).total() - answered.total()
+    assert failed > 5 and sum(map(int, re.findall(r"(\d+) failed tries", printed))) == failed
 
 
-def test_plan_reaches_the_servers_and_asks_nothing(place: Place) -> None:
+@pytest.mark.parametrize("status", [429, 503])
+def test_retry_after_is_honoured(place: ServedPlace, status: int) -> None:
+    place.ask(1, turns=1)
+    with FakeServer(place.tokenizer, fail=1.0, status=status, retry_after="0.4") as server:
+        place.use(server)
+        with meanwhile(lambda: bool(server.times), lambda: setattr(server.manners, "fail", 0.0)):
+            place.run()
+    place.check()
+    assert len(server.times) == 2 and 0.39 < server.times[1] - server.times[0] < 2
+
+
+@pytest.mark.parametrize(("status", "looks"), [(429, 1), (503, 2)])
+def test_a_busy_server_is_not_set_aside_and_a_broken_one_is_looked_at_again(
+    place: ServedPlace, status: int, looks: int
+) -> None:
+    place.ask(1, turns=1)
+    with FakeServer(place.tokenizer, fail=1.0, status=status) as server:
+        place.use(server)
+        place.change(TRIES=server_generator.FAILURES_IN_A_ROW + 1)
+        place.fails()
+    assert server.looks == looks
+
+
+def test_a_dead_server_is_set_aside_and_used_when_it_is_back(place: ServedPlace) -> None:
+    place.ask(150, turns=1)
+    with FakeServer(place.tokenizer, seconds=0.02) as mortal, FakeServer(place.tokenizer, seconds=0.02) as other:
+        place.use(mortal, other, concurrency=4)
+        asked_before = 0
+
+        def die_and_rise() -> None:
+            nonlocal asked_before
+            mortal.stop()
+            asked_before = mortal.asked.total()
+            time.sleep(0.3)
+            mortal.start()
+
+        with meanwhile(lambda: mortal.asked.total() >= 10, die_and_rise):
+            printed = place.run()
+    place.check()
+    assert mortal.asked.total() > asked_before >= 10
+    # Those under way when it died, and no more: the least loaded server is not the dead one.
+    failed = re.search(rf"{mortal.url}: .* tokens, (\d+) failed tries", printed)
+    assert failed is not None and 0 < int(failed[1]) <= 6
+
+
+def test_all_dead_for_too_long_ends_the_run_and_another_goes_on(place: ServedPlace) -> None:
+    place.ask(60)
+    with FakeServer(place.tokenizer, seconds=0.02) as server:
+        place.use(server, concurrency=4)
+        place.change(GIVE_UP_SECONDS=0.5)
+        with meanwhile(lambda: server.asked.total() >= 20, server.stop):
+            problems, printed = place.fails()
+        assert server.url in problems[0] and "no server has answered for" in problems[1]
+        assert "conversations written" in printed
+        written, whole = len(place.check(count=len(place.records()))), place.path.read_bytes()
+        assert 5 < written < 60
+        done = {tuple(t["prompt_token_ids"]) for record in place.records() for t in record["turns"]}
+        before = server.asked.copy()
+        server.start()
+        assert f"{written} of 60 conversations are done" in place.run()
+        place.check()
+        assert place.path.read_bytes().startswith(whole)
+        assert all(server.asked[prompt] == before[prompt] for prompt in done)
+
+
+def test_an_answer_that_never_comes_is_asked_for_by_the_next_run(place: ServedPlace) -> None:
+    place.ask(20)
+    with FakeServer(place.tokenizer, lie_to=lambda prompt_ids: sum(prompt_ids) % 5 == 0) as server:
+        place.use(server)
+        place.change(TRIES=3)
+        server.manners.lie = lambda reply: reply["usage"].update(completion_tokens=1000)
+        printed = place.leaves_some()
+        left = 20 - len(place.records())
+        assert 0 < left < 20 and f"{20 - left} of 20 conversations written, {left} without an answer" in printed
+        assert "(after 3 tries" in printed and not place.rejects.exists()
+        place.check(count=20 - left)
+        server.manners.lie = None
+        place.run()
+    place.check()
+
+
+def test_a_lie_is_caught_and_another_try_may_be_true(place: ServedPlace) -> None:
     place.ask(6)
     with FakeServer(place.tokenizer) as server:
-        place.use(server, concurrency=7)
-        printed = place.run("--plan")
-        assert "7 requests at a time over 1 servers" in printed and "6 conversations, 9 answers" in printed
-    assert not server.asked and not place.out.exists()
-    with pytest.raises(UserError, match="no server can be used"):
-        place.run("--plan")
+        server.manners.lie = lambda reply: reply["choices"][0].update(token_ids=[7, 5000], text="")
+        server.manners.lie_to = lambda prompt_ids: server.asked[tuple(prompt_ids)] == 1
+        place.use(server, concurrency=1)
+        printed = place.run()
+    place.check()
+    assert set(server.asked.values()) == {2} and "is another model served" in printed  # the server's last failure
 
 
-# Odd and hostile servers: each reply costs a try, none ends or stalls a run.
+def test_other_finish_reasons_reject_the_conversation(place: ServedPlace) -> None:
+    """The first turn of four conversations, and every second turn."""
+    place.ask(20, turns=2)
+    first = {tuple(render_prompt(place.tokenizer, [{"role": "user", "content": f"cat {i}.0"}])): i for i in range(20)}
+    reasons = {0: "content_filter", 1: "tool_calls", 2: "abort", 3: None}
+
+    def change(reply: Reply) -> None:
+        number = first.get(tuple(reply["choices"][0]["prompt_token_ids"]), 0)
+        reply["choices"][0]["finish_reason"] = reasons[number]
+
+    with FakeServer(place.tokenizer, lie=change, lie_to=lambda ids: first.get(tuple(ids), 0) in reasons) as server:
+        place.use(server)
+        place.change(TRIES=2)
+        printed = place.run()
+    records = place.check(count=16)
+    rejected = {entry["record"]["id"]: entry["reason"] for entry in place.records(place.rejects)}
+    assert rejected.keys() == {"q0", "q1", "q2", "q3"} and "4 records rejected (1 finish_reason" in printed
+    assert all(rejected[f"q{i}"].startswith(f"finish_reason {reason}") for i, reason in reasons.items())
+    # What was answered before stays.
+    two = [record for record in records if int(record["id"][1:]) % 2 and record["turns"][0]["finish_reason"] == "stop"]
+    assert two and all((len(record["turns"]), record["unasked_turns"]) == (1, 1) for record in two)
+    assert all(record["unasked_reason"].startswith("finish_reason content_filter") for record in two)
+
+
+def test_refused_prompts_are_rejected_once(place: ServedPlace) -> None:
+    place.ask(10, turns=1)
+    message = "This model's maximum context length is 64 tokens, you requested 80"
+    with FakeServer(place.tokenizer, fail=0.5, status=400, message=message) as server:
+        place.use(server)
+        printed = place.run()
+    rejected = place.records(place.rejects)
+    assert 0 < len(rejected) < 10 and f"{len(rejected)} records rejected ({len(rejected)} refused" in printed
+    assert all(message in entry["reason"] for entry in rejected)
+    place.check(count=10 - len(rejected))
+    assert set(server.asked.values()) == {1}
 
 
 def completion(**choice: Any) -> Any:
     return raw(json.dumps({"choices": [{"text": "cat", "finish_reason": "stop", **choice}]}).encode())
 
 
+DEEP = b"[" * 200_000
 ODD = [
     raw(b"garbage", Content_Encoding="gzip"), raw(DEEP), raw(DEEP, 500), completion(text="cat \ud800"),
     raw(b'{"error": "so \\ud800"}', 500), raw(b'{"error": "so \\u001b[31mred"}', 500), raw(b"9" * 5000),
@@ -135,7 +263,7 @@ ODD = [
 ]  # fmt: skip
 
 
-def test_odd_replies_cost_a_try(place: Place) -> None:
+def test_odd_replies_cost_a_try(place: ServedPlace) -> None:
     place.ask(len(ODD), turns=1)
     with FakeServer(place.tokenizer, odd=[*ODD]) as server:
         place.use(server, concurrency=1)
@@ -147,7 +275,9 @@ def test_odd_replies_cost_a_try(place: Place) -> None:
 @pytest.mark.parametrize(
     ("piece", "said"), [(b" ", "no answer within 0.4 seconds"), (b" " * 2**18, "a reply of more than")]
 )
-def test_a_reply_without_end_is_left(place: Place, monkeypatch: pytest.MonkeyPatch, piece: bytes, said: str) -> None:
+def test_a_reply_without_end_is_left(
+    place: ServedPlace, monkeypatch: pytest.MonkeyPatch, piece: bytes, said: str
+) -> None:
     monkeypatch.setattr(server_client, "REPLY_BYTES", 2**18)
     place.ask(2, turns=1)
     with FakeServer(place.tokenizer, odd=[dripping(piece)]) as server:
@@ -156,7 +286,7 @@ def test_a_reply_without_end_is_left(place: Place, monkeypatch: pytest.MonkeyPat
     place.check()
 
 
-def test_a_silent_server_does_not_keep_the_others_waiting(place: Place) -> None:
+def test_a_silent_server_does_not_keep_the_others_waiting(place: ServedPlace) -> None:
     place.change(TRIAL_SECONDS=0.3)
     place.ask(10)
     mute = threading.Event()
@@ -166,24 +296,99 @@ def test_a_silent_server_does_not_keep_the_others_waiting(place: Place) -> None:
         place.check()
         # Alone, it is waited for.
         place.path.unlink()
-        threading.Timer(1.0, mute.set).start()
         place.use(silent)
-        assert f"note: waiting for a first answer of {silent.url}" in place.run()
+        looks = silent.looks
+        with meanwhile(lambda: silent.looks > looks, lambda: (time.sleep(0.6), mute.set())):
+            assert f"note: waiting for a first answer of {silent.url}" in place.run()
     place.check()
+
+
+# What ends a run.
+
+PAGE = b"<!DOCTYPE html>\n<html><head><title>Oops &ndash; not here</title></head><body>Sorry!</body></html>"
+NO_IDS = b'{"error": {"message": "cannot unmarshal array into field prompt of type string"}}'
+
+
+@pytest.mark.parametrize(
+    ("manners", "problem"),
+    [
+        ({"model": "other"}, "serves other, not mine"),
+        ({"max_model_len": 128}, "serves at most 128 tokens (max_model_len), rows have up to 200"),
+        ({"status": 404, "fail": 1.0}, "has no /v1/completions"),
+        ({"status": 403, "fail": 1.0}, "says 403"),
+        ({"always": raw(PAGE, 404)}, "has no /v1/completions (404: an HTML page)"),
+        ({"always": raw(b'{"message": "The model does not exist."}', 404)}, "does it still serve data.generator.serv"),
+        ({"always": raw(NO_IDS, 400)}, "refuses a prompt of one token id (refused: 400: cannot unmarshal"),
+        ({"always": raw(b'{"error": "Unexpected endpoint"}')}, "error in the reply: Unexpected endpoint"),
+        ({"always": raw(PAGE, 502)}, "502: an HTML page"),
+    ],
+)
+def test_what_holds_for_every_prompt_ends_the_run(place: ServedPlace, manners: dict[str, Any], problem: str) -> None:
+    place.ask(30)
+    with FakeServer(place.tokenizer, **{"model": "mine", **manners}) as server:
+        place.use(server, concurrency=3, served_model="mine")
+        problems, printed = place.fails()
+    assert server.url in problems[0] and problem in problems[0] and "<" not in problems[0] + printed
+    assert server.asked.total() <= 3 and not place.path.exists()
+
+
+def test_a_file_belongs_to_one_kind_of_writer_and_one_model(place: ServedPlace) -> None:
+    place.ask(4)
+    with FakeServer(place.tokenizer) as one, FakeServer(place.tokenizer) as two:
+        place.use(one)
+        place.run()
+        with pytest.raises(UserError, match="written with kind 'openai', this run has 'transformers'"):
+            place.run("data.generator.kind=transformers")
+        place.ask(8)
+        place.use(two, concurrency=1)  # elsewhere and otherwise asked, it is the same
+        assert "4 of 8 conversations are done" in place.run()
+        two.manners.model = "b"
+        place.use(one, two)
+        with pytest.raises(UserError, match=r"serves fake, not b|serves b, not fake"):
+            place.run(f"output_dir={place.folder / 'other'}")
+        place.check()
+        place.ask(9)
+        place.use(two)
+        with pytest.raises(UserError, match="with served_model fake, the model there now has b"):
+            place.run()
+    assert not set(one.asked) & set(two.asked)
+    place.ask(8)
+    assert "all 8 conversations are done" in place.run()  # nothing left to ask: no server is needed
+
+
+def test_plan_reaches_the_servers_and_asks_nothing(place: ServedPlace) -> None:
+    place.ask(6)
+    with FakeServer(place.tokenizer) as server:
+        place.use(server, concurrency=7)
+        printed = place.run("--plan")
+        assert "7 requests at a time over 1 servers" in printed and "6 conversations, 9 answers" in printed
+    assert not server.asked and not place.out.exists()
+    with pytest.raises(UserError, match="no server can be used"):
+        place.run("--plan")
+
+
+def test_urls() -> None:
+    urls = ["http://a:8000", "http://b:8000/v1/", " https://c/api/v1 ", "http://[::1]:8000/"]
+    found = ["http://a:8000/v1", "http://b:8000/v1", "https://c/api/v1", "http://[::1]:8000/v1"]
+    assert [server_url(url) for url in urls] == found
+    for wrong in ("localhost:8000", "http://me:hunter2@a/v1", "http://b?x=1", "ftp://a", "http://[::1"):
+        with pytest.raises(ValueError) as error:
+            server_url(wrong)
+        assert "hunter2" not in str(error.value)
 
 
 # The key, and the environment.
 
 
-def test_keys_are_used_and_never_shown(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_used_and_never_shown(place: ServedPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     place.ask(8)
     with FakeServer(place.tokenizer, key="sk-secret", fail=0.3, message="because of sk-secret") as server:
         place.use(server)
         problems, printed = place.fails()
         assert "data.generator.api_key_env" in problems[0]
         place.use(server, api_key_env="MY_KEY")
-        for key, said in ((None, "MY_KEY is not set"), ("sk-wrong", "MY_KEY is not taken")):
-            monkeypatch.setenv("MY_KEY", key or "")
+        for key, said in (("", "MY_KEY is not set"), ("sk-wrong", "its key, now MY_KEY")):
+            monkeypatch.setenv("MY_KEY", key)
             problems, more = place.fails()
             assert said in problems[0] and "sk-wrong" not in problems[0] + more
         assert not server.asked
@@ -195,12 +400,11 @@ def test_keys_are_used_and_never_shown(place: Place, monkeypatch: pytest.MonkeyP
     assert "secret" not in shown + place.path.read_text()
 
 
-def test_the_key_is_not_in_what_servers_say(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_is_not_in_what_servers_say(place: ServedPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     said = [
         raw(b'{"error": {"message": "bad key Bearer sk-verysecret"}}'), raw(b"bad key Bearer sk-verysecret"),
         raw(b'{"error": "' + b"x" * 192 + b' sk-verysecret"}', 500), raw(b" " * 1995 + b" sk-verysecret", 500),
         completion(finish_reason="sk-verysecret"), completion(stop_reason="sk-verysecret", token_ids=[7]),
-        raw(b'{"error": "sk-\\u001bverysecret"}', 400),
     ]  # fmt: skip
     monkeypatch.setenv("MY_KEY", "sk-verysecret")
     place.ask(8, turns=3)
@@ -214,94 +418,18 @@ def test_the_key_is_not_in_what_servers_say(place: Place, monkeypatch: pytest.Mo
         place.path.unlink()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("SSL_CERT_FILE", "/nope"), ("HTTPS_PROXY", "ftp://me:hunter2@x"), ("NO_PROXY", "[::1")]
-)
+@pytest.mark.parametrize(("name", "value"), [("SSL_CERT_FILE", "/nope"), ("HTTPS_PROXY", "ftp://me:hunter2@x")])
 def test_an_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=r"no connection can be set up .* environment variables") as error:
+    with pytest.raises(UserError, match=r"no connection can be set up .*\s*environment variables") as error:
         Client(None, 1.0)
     assert "hunter2" not in str(error.value)
-
-
-# Reading replies, without a server.
-
-
-def read(tokenizer: PreTrainedTokenizerBase, **said: Any) -> tuple[list[int], str, bool]:
-    return read_answer(Completion(**said), [5, 6], 6, Vocabulary(tokenizer, 320, (STOP, 9)))
-
-
-def test_stop_tokens_that_servers_strip(tokenizer: PreTrainedTokenizerBase) -> None:
-    word = tokenizer("the cat", add_special_tokens=False)["input_ids"]
-    told = {"text": "the cat", "finish_reason": "stop"}
-    assert read(tokenizer, **told, token_ids=word) == ([*word, STOP], "stop", False)
-    assert read(tokenizer, **told, token_ids=word, stopped_at=9) == ([*word, 9], "stop", False)
-    assert read(tokenizer, **told) == ([*word, STOP], "stop", True)
-    assert read(tokenizer, **told, stopped_at=9) == ([*word, 9], "stop", True)
-    # The target may end its turn at once, and a server may go on behind its end.
-    assert read(tokenizer, finish_reason="stop", completion_tokens=1) == ([STOP], "stop", True)
-    assert read(tokenizer, finish_reason="stop", token_ids=[9], completion_tokens=1) == ([9], "stop", False)
-    assert read(tokenizer, finish_reason="length", token_ids=[7, STOP, 7, 9]) == ([7, STOP], "stop", False)
-
-
-def test_the_stop_token_that_was_stripped_is_the_template_s_before_the_tokenizer_s() -> None:
-    tokenizer = make_tokenizer(roles={"pad_token": "<|pad|>", "eos_token": "<|system|>"})
-    assert Vocabulary(tokenizer, 320, (9, 1, STOP)).usual_stop == STOP
-    assert Vocabulary(tokenizer, 320, (9, 1)).usual_stop == 1
-    assert Vocabulary(tokenizer, 320, (9,)).usual_stop == 9
-
-
-def test_text_of_more_tokens_than_asked_for_is_cut(tokenizer: PreTrainedTokenizerBase) -> None:
-    ids, reason, retokenised = read(tokenizer, text="zqxjvkwzqxjvk", finish_reason="stop")
-    assert (len(ids), reason, retokenised) == (6, "length", True)
-    # Half a character at the end of a cut answer is not text of the target's.
-    assert read(tokenizer, text="the cat\ufffd", finish_reason="length")[0] == tokenizer("the cat")["input_ids"]
-
-
-def test_blanks_and_broken_characters_are_no_difference(tokenizer: PreTrainedTokenizerBase) -> None:
-    word = tokenizer("caf\u00e9", add_special_tokens=False)["input_ids"]
-    assert read(tokenizer, text=" caf", token_ids=word[:-1], finish_reason="length") == (word[:-1], "length", False)
-    assert read(tokenizer, text="caf\u00e9<|end|>", token_ids=[*word, STOP], finish_reason="stop")[1] == "stop"
-
-
-@pytest.mark.parametrize(
-    ("said", "problem"),
-    [
-        ({"token_ids": [7, 8], "completion_tokens": 3, "finish_reason": "length"}, "counts 3 tokens and gives 2"),
-        ({"text": "cat", "completion_tokens": 30}, "where at most 6 were asked for"),
-        ({"token_ids": [7] * 30}, "where at most 6 were asked for"),
-        ({"token_ids": [7] * 6}, "7 tokens, the stop token included"),
-        ({"token_ids": [7, 8], "completion_tokens": 2}, "no stop token among the tokens"),
-        ({"token_ids": [7], "completion_tokens": 1, "stopped_at": "\n\n"}, "it stopped at"),
-        ({"token_ids": [7], "stopped_at": 77}, "it stopped at 77"),
-        ({"token_ids": [], "finish_reason": "length"}, "the answer is empty"),
-        ({"completion_tokens": 0}, "the answer is empty"),
-        ({"token_ids": [7, 5000]}, "5000 is none of the target's 320"),
-        ({"token_ids": [-1]}, "-1 is none of the target's"),
-        ({"token_ids": [7], "text": "something else"}, "another model"),
-        ({"text": "cat \ud800"}, "half a character"),
-        ({"text": "cat", "prompt_token_ids": [1, 2]}, "another prompt"),
-        ({"text": "cat", "prompt_tokens": 1}, "counts 1 prompt tokens"),
-        ({"text": "cat", "finish_reason": "abort"}, "did not finish"),
-    ],
-)
-def test_lies_are_caught(tokenizer: PreTrainedTokenizerBase, said: dict[str, Any], problem: str) -> None:
-    with pytest.raises(Failed, match=re.escape(problem)):
-        read(tokenizer, **({"finish_reason": "stop"} | said))
-
-
-@pytest.mark.parametrize("body", [[], {}, {"choices": [{}, {}]}, {"choices": 3}, {"error": {"message": "x"}}, "x"])
-def test_replies_that_are_none(body: Any) -> None:
-    with pytest.raises(Failed):
-        Completion.of(body)
-    with pytest.raises(Refused, match="finish_reason content_filter"):
-        read_answer(Completion(text="x", finish_reason="content_filter"), [5], 6, None)  # type: ignore[arg-type]
 
 
 # Kills.
 
 
-def test_an_interrupt_keeps_what_is_answered(place: Place) -> None:
+def test_an_interrupt_keeps_what_is_answered(place: ServedPlace) -> None:
     place.ask(60)
     with FakeServer(place.tokenizer, seconds=0.05) as server:
         place.use(server, concurrency=4)
@@ -316,25 +444,25 @@ def test_an_interrupt_keeps_what_is_answered(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_kills_of_regeneration_by_servers_lose_and_repeat_nothing(place: Place) -> None:
+def test_kills_of_regeneration_by_servers_lose_and_repeat_nothing(place: ServedPlace) -> None:
     place.ask(60)
     chance, manners = random.Random(0), {"seconds": 0.02, "fail": 0.05, "tear": 0.05}
     with FakeServer(place.tokenizer, **manners) as one, FakeServer(place.tokenizer) as two:
         place.use(one, two, concurrency=5)
-        for least in (0, 10, 20, 30, 40, 1000):  # the last one ends by itself
+        for least in (0, 20, None):  # the last one ends by itself
             kept = place.path.read_bytes() if place.path.exists() else b""
             whole = kept[: kept.rfind(b"\n") + 1]
             done = {
                 tuple(turn["prompt_token_ids"]) for line in whole.splitlines() for turn in json.loads(line)["turns"]
             }
             before = one.asked + two.asked
-            ending = run_script(
-                "data_gen/regenerate.py",
-                [str(place.recipe)],
-                kill_when=lambda least=least: lines_in(place.path) > least,
-                kill_after=chance.random() / 20,
-            )
-            assert ending.status == (0 if least == 1000 else -signal.SIGKILL), ending.output
+            if least is None:
+                place.run()
+            else:
+                ready, wait = (lambda least=least: lines_in(place.path) > least), chance.random() / 20
+                argv = [str(place.recipe)]
+                ending = run_script("data_gen/regenerate.py", argv, kill_when=ready, kill_after=wait)
+                assert ending.status == -signal.SIGKILL, ending.output
             after = one.asked + two.asked
             assert all(after[prompt] == before[prompt] for prompt in done), "asked again for what is written"
             assert place.path.read_bytes().startswith(whole)
