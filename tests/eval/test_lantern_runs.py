@@ -111,7 +111,7 @@ def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path, capsys:
     # Replay takes the answers of all others.
     exact = {"proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 4}}
     rivals: list[tuple[dict[str, Any], str]] = [
-        ({"name": "lantern"}, "the answers of 'lantern' in"),
+        ({"name": "lantern"}, "the answers of 'lantern': written by an acceptance rule"),
         ({"name": "nobody's", "acceptance": RULES["lantern"]}, "accepts tokens that the target would not"),
     ]
     settings = [place / "recipe.yaml", "eval.mode=replay", "eval.max_prompts=1"]
