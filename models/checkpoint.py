@@ -44,7 +44,7 @@ from draftsmith.models.vocab import DraftVocab, sort_metadata
 from draftsmith.recipes.errors import UserError, first_line, quoted
 from draftsmith.recipes.files.atomic import atomic_folder, current_folder
 from draftsmith.recipes.files.digest import file_digest
-from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.files.json_text import json_object
 from draftsmith.recipes.schema import Recipe
 
 
@@ -60,6 +60,12 @@ def provenance(data: dict[str, Path]) -> dict[str, Any]:
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "data": {name: {"file": path.name, "sha256": file_digest(path)} for name, path in data.items()},
     }
+
+
+FILES = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json")
+LARGEST_NUMBER = 2**31 - 1  # of a config.json's numbers; `read_drafter_vocab` then compares them with the weights
+# Fields of a shape that no key of a recipe sets. They are the target's, and for another project's drafters their own.
+UNSET = ("head_dim", "rms_norm_eps", "max_position_embeddings", "hidden_act", "rope_parameters")
 
 
 def save_drafter(
@@ -79,12 +85,6 @@ def save_drafter(
         (partial / "provenance.json").write_text(json.dumps(made_by, indent=2) + "\n")
 
 
-LARGEST_NUMBER = 2**31 - 1  # of a config.json's numbers; `read_drafter_vocab` then compares them with the weights
-FILES = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json")
-# Fields of a shape that no key of a recipe sets. They are the target's, and for another project's drafters their own.
-UNSET = ("head_dim", "rms_norm_eps", "max_position_embeddings", "hidden_act", "rope_parameters")
-
-
 def _kind_and_shape(shape: DrafterConfig) -> dict[str, Any]:
     return {"kind": shape.kind, "base": shape.base} | shape.to_dict()
 
@@ -101,8 +101,9 @@ def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]
         UserError: there is none, or it is not a drafter's.
     """
     directory = current_folder(directory)
+    path = directory / "config.json"
     try:
-        config = parse_json((directory / "config.json").read_bytes())
+        config = json_object(path.read_bytes())
     except FileNotFoundError:
         raise UserError(
             f"{directory}: no drafter here (config.json is missing); the scripts in train/ write one"
@@ -110,25 +111,38 @@ def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]
     except NotADirectoryError:
         raise UserError(f"{directory}: a file; name the folder that holds a drafter's config.json") from None
     except ValueError as error:
-        raise UserError(f"{directory / 'config.json'}: {error}") from None
-    own = config.get("drafter") if isinstance(config, dict) else None
-    kind = config_class(config.get("kind"), config.get("base"), own or ()) if isinstance(config, dict) else None
-    if kind is None or not {"drafter", "target"} <= config.keys():
-        foreign = isinstance(config, dict) and "architectures" in config
+        raise UserError(f"{path}: {error}") from None
+    values, trained_for = config.get("drafter"), config.get("target")
+    kind = config_class(config.get("kind"), config.get("base"), values) if isinstance(values, dict) else None
+    if kind is None or not isinstance(values, dict) or not isinstance(trained_for, dict):
         raise UserError(
-            f"{directory / 'config.json'}: not a drafter of a kind known here ({known_kinds()})"
-            + "; `draftsmith import-drafter` reads drafters of other projects" * foreign
+            f"{path}: not a drafter of a kind known here ({known_kinds()})"
+            + "; `draftsmith import-drafter` reads drafters of other projects" * ("architectures" in config)
         )
-    values, trained_for = config["drafter"], config["target"]
     try:
-        if not isinstance(values, dict) or not isinstance(trained_for, dict):
-            raise ValueError("drafter and target must be objects")
         _check_values(kind, values)
-        shape = kind.from_dict(values)
-        _check_shape(shape, trained_for)
+        return kind.from_dict(values), trained_for
     except (TypeError, ValueError, KeyError, UserError) as error:
-        raise UserError(f"{directory / 'config.json'}: damaged: {error}") from error
-    return shape, trained_for
+        raise UserError(f"{path}: damaged: {error}") from error
+
+
+def _check_values(kind: type[DrafterConfig], values: dict[str, Any]) -> None:
+    """Raises ValueError for a value that its field cannot have; for missing ones, `from_dict` raises."""
+    layers = values["capture_layers"]
+    fits = {
+        "capture_layers": isinstance(layers, list) and all(type(layer) is int and layer >= 0 for layer in layers),
+        "hidden_act": values.get("hidden_act", "silu") in list(ACT2FN),
+    }
+    for each in fields(kind):
+        value = values.get(each.name, each.default)
+        if each.type is int:
+            fits[each.name] = type(value) is int and each.metadata.get("least", 1) <= value <= LARGEST_NUMBER
+        elif each.type is float:
+            fits[each.name] = type(value) in (int, float) and 0 < value <= LARGEST_NUMBER
+        elif each.type is bool:
+            fits[each.name] = type(value) is bool
+        if not fits.get(each.name, True):
+            raise ValueError(f"{each.name} is {quoted(value)}, which no drafter has")
 
 
 def shape_of_run(recipe: Recipe, files: TargetFiles) -> DrafterConfig:
@@ -150,41 +164,6 @@ def shape_of_run(recipe: Recipe, files: TargetFiles) -> DrafterConfig:
     except UserError:
         return shape  # training says why
     return replace(shape, **{name: getattr(start, name) for name in UNSET})
-
-
-def _check_values(kind: type[DrafterConfig], values: dict[str, Any]) -> None:
-    """Raises ValueError with all values that are impossible for their field."""
-    wrong = []
-    for each in fields(kind):
-        if each.name not in values:
-            continue  # it has a default, or `from_dict` raises
-        value = values[each.name]
-        least = each.metadata.get("least", 1)
-        if each.type is int and not (type(value) is int and least <= value <= LARGEST_NUMBER):
-            wrong.append(f"{each.name} is {quoted(value)}, not a whole number from {least} to {LARGEST_NUMBER:,}")
-        elif each.type is float and not (type(value) in (int, float) and 0 < value <= LARGEST_NUMBER):
-            wrong.append(f"{each.name} is {quoted(value)}, not a number above 0 and up to {LARGEST_NUMBER:,}")
-        elif each.type is bool and type(value) is not bool:
-            wrong.append(f"{each.name} is {quoted(value)}, neither true nor false")
-    layers = values.get("capture_layers", [])
-    if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer <= LARGEST_NUMBER for layer in layers):
-        wrong.append(f"capture_layers are {quoted(layers)}, not a list of whole numbers")
-    activation = values.get("hidden_act", "silu")
-    if not isinstance(activation, str) or activation not in ACT2FN:
-        wrong.append(f"hidden_act is {quoted(activation)}, not the name of an activation of transformers")
-    if wrong:
-        raise ValueError("; ".join(wrong))
-
-
-def _check_shape(shape: DrafterConfig, trained_for: dict[str, Any]) -> None:
-    """Raises ValueError for values that contradict each other."""
-    last = trained_for.get("num_layers")
-    if not shape.fuses and shape.capture_layers != (last,):
-        raise ValueError(
-            f"capture_layers are {quoted(list(shape.capture_layers))}; EAGLE-1 reads the target's last, {quoted(last)}"
-        )
-    if not shape.own_head and shape.draft_vocab_size != shape.vocab_size:
-        raise ValueError("draft_vocab_size is not vocab_size, but the head is the target's")
 
 
 def differences(there: dict[str, Any], here: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -218,21 +197,17 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
 
 
 def precision_note(directory: Path, here: dict[str, Any]) -> str | None:
-    """A sentence about a drafter that was trained on the target in another precision, or otherwise guided; None: as it
-    is here."""
+    """A sentence about a drafter that was trained on the target in another precision or otherwise guided; else None."""
     there = read_drafter_config(directory)[1]
     if all(there.get(key) == here.get(key) for key in ("quantization", "guidance")):
         return None
-    return (
-        f"{directory} was trained on the states of the target {_as_said(there)}; here it drafts for the target "
-        f"{_as_said(here)}"
-    )
-
-
-def _as_said(identity: dict[str, Any]) -> str:
-    precision, guidance = identity.get("quantization"), identity.get("guidance")
-    said = "unquantised" if precision is None else f"in {precision}"
-    return said if guidance is None else f"{said}, guided ({guidance})"
+    said = []
+    for identity in (there, here):
+        precision, guidance = identity.get("quantization"), identity.get("guidance")
+        said.append(f"in {precision}" if precision else "unquantised")
+        if guidance:
+            said[-1] += f", guided ({guidance})"
+    return f"{directory} was trained on the states of the target {said[0]}; here it drafts for the target {said[1]}"
 
 
 def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
@@ -241,44 +216,44 @@ def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
     Reads the header, d2t and t2d, but no weights. The header also shows whether the file is cut short.
 
     Raises:
-        UserError: no such file, a damaged one, another vocabulary than in `shape`, or tensors that are missing, too
-            many or of another shape.
+        UserError: no such file, a damaged one, one that was written with another config, or tensors that are missing,
+            too many or of another shape.
     """
-    path = current_folder(directory) / "model.safetensors"
+    path, mend = current_folder(directory) / "model.safetensors", "copy the whole folder again, or train again"
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
             tensors = {name: file.get_tensor(name) for name in {"d2t", "t2d"} & found.keys()}
-            about = file.metadata() or {}
+            written = json_object((file.metadata() or {}).get("config", "{}").encode())
     except FileNotFoundError:
-        raise UserError(f"{directory}: model.safetensors is missing; copy the whole folder, or train again") from None
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: damaged or cut short: {error}; copy it again, or train again") from None
-    _check_written_config(directory, about, shape)
-    vocab = _checked_vocab(directory, tensors, shape)
-    _check_tensors(directory, found, shape, vocab)
-    return vocab
-
-
-def _check_tensors(directory: Path, found: dict[str, list[int]], shape: DrafterConfig, vocab: DraftVocab) -> None:
-    """Raises UserError for wrong rotary parameters, or tensors that are missing, too many or of another shape."""
-    mend = "copy the whole folder again, or train again"
-    check_sizes(directory, shape, found)
-    check_rotary(directory, shape)
-    wanted = tensor_shapes(shape, vocab)
-    problems = [f"{name} is missing" for name in wanted.keys() - found.keys()]
-    problems += [f"{name} has no place" for name in found.keys() - wanted.keys()]
-    problems += [
-        f"{name} is {found[name]}, not {wanted[name]}"
-        for name in wanted.keys() & found.keys()
-        if found[name] != wanted[name]
+        raise UserError(f"{directory}: model.safetensors is missing; {mend}") from None
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{path}: damaged or cut short: {error}; {mend}") from None
+    # Shapes alone do not tell: two specialists of one position each have the same tensors as one of two positions.
+    here = json.loads(json.dumps(_kind_and_shape(shape)))
+    problems = [
+        f"{key} is {quoted(here.get(key))}, the weights were written with {quoted(value)}"
+        for key, value in written.items()
+        if here.get(key) != value
     ]
+    if not problems:
+        check_sizes(directory, shape, found)
+        check_rotary(directory, shape)
+        wanted = tensor_shapes(shape)
+        problems += [f"{name} is missing" for name in wanted.keys() - found.keys()]
+        problems += [f"{name} has no place" for name in found.keys() - wanted.keys()]
+        problems += [
+            f"{name} is {found[name]}, not {wanted[name]}"
+            for name in wanted.keys() & found.keys()
+            if found[name] != wanted[name]
+        ]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
-            f"{directory}: tensors do not fit config.json, which describes {kind_text(shape)}: "
+            f"{directory}: config.json, which describes {kind_text(shape)}, is not the one of model.safetensors: "
             f"{'; '.join(sorted(problems)[:3])}{more}; {mend}"
         )
+    return DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"], where=str(path))
 
 
 def check_sizes(directory: Path, shape: DrafterConfig, found: Mapping[str, list[int]]) -> None:
@@ -303,8 +278,6 @@ def check_rotary(directory: Path, shape: DrafterConfig) -> None:
     """Raises UserError unless the rotary parameters are those of a kind (`models.rotation`) and give finite
     frequencies."""
     try:
-        if not isinstance(shape.rope_parameters, dict):
-            raise ValueError("not an object")
         checked_rotation(shape.rope_parameters, shape.max_position_embeddings)
         table = rotary(shape.rope_parameters, shape.head_dim, shape.max_position_embeddings)
         if not table.inv_freq.isfinite().all() or not math.isfinite(table.attention_scaling):
@@ -314,42 +287,6 @@ def check_rotary(directory: Path, shape: DrafterConfig) -> None:
             f"{directory / 'config.json'}: damaged: rope_parameters are {quoted(shape.rope_parameters)}: "
             f"{first_line(error)[:200]}"
         ) from error
-
-
-def _check_written_config(directory: Path, about: dict[str, str], shape: DrafterConfig) -> None:
-    """Raises UserError for weights that were written with another config.
-
-    Shapes alone do not tell: two specialists of one position each have the same tensors as two of two positions. Older
-    files lack this metadata.
-    """
-    if "config" not in about:
-        return
-    try:
-        written = dict(parse_json(about["config"]))
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{directory}: model.safetensors: damaged metadata: {error}") from None
-    here = json.loads(json.dumps(_kind_and_shape(shape)))
-    if different := [
-        f"{key} is {quoted(here.get(key))}, the weights were written with {quoted(value)}"
-        for key, value in written.items()
-        if here.get(key) != value
-    ]:
-        raise UserError(
-            f"{directory}: config.json is not the one of model.safetensors: {'; '.join(different)}; restore it, or "
-            "copy the whole folder again"
-        )
-
-
-def _checked_vocab(directory: Path, tensors: dict[str, torch.Tensor], shape: DrafterConfig) -> DraftVocab:
-    if "d2t" not in tensors or "t2d" not in tensors:
-        raise UserError(f"{directory}: model.safetensors holds no draft vocabulary (d2t, t2d)")
-    vocab = DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"], where=str(directory / "model.safetensors"))
-    if (vocab.size, vocab.target_vocab_size) != (shape.draft_vocab_size, shape.vocab_size):
-        raise UserError(
-            f"{directory}: model.safetensors maps {vocab.size} draft tokens to {vocab.target_vocab_size} target "
-            f"tokens, config.json says {shape.draft_vocab_size} to {shape.vocab_size}"
-        )
-    return vocab
 
 
 def load_drafter(
@@ -390,8 +327,5 @@ def read_drafter(directory: Path, head: FrozenHead | None = None) -> Drafter:
 
 
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of model.safetensors; `read_drafter_vocab` compares them with config.json."""
-    try:
-        return load_file(current_folder(directory) / "model.safetensors")
-    except (FileNotFoundError, SafetensorError) as error:
-        raise UserError(f"{directory}: damaged drafter checkpoint: {error}") from error
+    """All tensors of model.safetensors, which `read_drafter_vocab` has checked."""
+    return load_file(current_folder(directory) / "model.safetensors")

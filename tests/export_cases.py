@@ -1,5 +1,6 @@
 """A target on disk, trained drafters of every kind for it, and a foreign folder as its publishers write it."""
 
+import copy
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -10,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from draftsmith.models.checkpoint import save_drafter
-from draftsmith.models.drafter_base import Drafter
+from draftsmith.models.draft_tree import Committed
+from draftsmith.models.drafter_base import Drafter, DrafterConfig
 from draftsmith.models.drafters import build_drafter, config_class
-from draftsmith.models.feature_drafter import FeatureDrafter
+from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.formats.exporting import Source
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
@@ -86,6 +88,30 @@ def trained(directory: Path, target_dir: Path | str, drafter: Drafter, **overrid
     made = {"versions": {"draftsmith": "0"}, "command": ["draftsmith train", "x.yaml"], "data": {}}
     save_drafter(directory, drafter, identity, "", made)
     return Source.read(directory)
+
+
+# Twelve random columns of three states of the tiny target, and tokens up to the root.
+FEATURES = torch.randn(1, 12, 96, generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(VOCAB_SIZE, (13,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@torch.no_grad()
+def drafted(shape: DrafterConfig, tensors: Tensors, steps: int = 3) -> torch.Tensor:
+    """[steps, Vd] log-probabilities of a drafter with these weights, along the likeliest chain."""
+    target = copy.copy(target_of())
+    target.embedding_scale = shape.embedding_scale
+    vocab = DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"])
+    drafter: Any = build_drafter(shape, vocab, target.frozen_head)
+    drafter.load_state_dict(tensors)
+    drafting = FeatureDrafting(drafter)
+    drafting.set_rows([], 1)
+    features = FEATURES[..., : 32 * len(shape.capture_layers)]
+    drafting.observe(Committed(target, [TOKENS], features, [features.shape[1]]))
+    found = [drafting.root_log_probs()[0]]
+    for depth in range(1, steps):
+        best = vocab.to_target(found[-1].argmax())[None, None]
+        found.append(drafting.expand(torch.tensor([[depth - 1]]), best, depth)[0, 0])
+    return torch.stack(found)
 
 
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "hidden_act": "silu"}

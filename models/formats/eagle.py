@@ -1,4 +1,5 @@
 """The EAGLE format, which most engines read: config keys and tensor names of published EAGLE and EAGLE-3 checkpoints.
+And the speculators format, which vLLM serves by itself, with the verifier's name inside.
 
     ours                       EAGLE-3                         EAGLE-1/2, HASS
     midlayer.*, layers.1.*     midlayer.* (or layers.0.*)      layers.0.*, layers.1.*
@@ -13,8 +14,15 @@ layer k - 1:
                   embedding -> layer 0 -> layer 1 -> layer 2
     layer outputs                 0          1          2        eagle_config's list of that name (SGLang, TensorRT-LLM)
 
-A config says both, and `read_config` refuses one whose lists contradict each other. Rotary base and scaling stand in
-the spellings of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters).
+A config says both. Rotary base and scaling stand in the spellings of transformers 4 (rope_theta, rope_scaling) and 5
+(rope_parameters).
+
+    speculators: config.json       speculators_model_type, speculators_config (how to propose, for which verifier), the
+                                   decoder's config under transformer_layer_config
+                 model.safetensors layers.0.* in midlayer's place, and the target's embeddings
+
+Published versions of speculators differ in defaults, so every key is written out: vLLM takes norm_before_residual as
+true where it is absent, for this format alone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,6 +50,16 @@ FIXED = {
     "partial_rotary_factor": 1.0,
 }
 WEIGHTLESS = ("d2t", "t2d")
+SPECULATORS_VERSION = "0.9.0"  # of the package that was followed
+LAYER_KEYS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "hidden_act", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
+    *("attention_bias", "mlp_bias", "tie_word_embeddings", "model_type"),
+)
+OWN_KEYS = (
+    *("dtype", "draft_vocab_size", "target_hidden_size", AUX_IDS),
+    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+)
 
 
 def eagle_config(shape: DrafterConfig, architecture: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -93,10 +111,31 @@ def eagle_config(shape: DrafterConfig, architecture: str, dtype: torch.dtype) ->
     }
 
 
-def tensors_of(shape: DrafterConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A drafter's tensors by the names of this format, which are ours."""
-    whole = shape.draft_vocab_size == shape.vocab_size
-    return {name: tensor for name, tensor in tensors.items() if not (whole and name in WEIGHTLESS)}
+def speculators_config(
+    shape: DrafterConfig, dtype: torch.dtype, verifier: str, architectures: list[str]
+) -> dict[str, Any]:
+    """config.json of an EAGLE-3 drafter in the speculators format.
+
+    Args:
+        verifier: Hub id or folder of the target; architectures: the target's.
+    """
+    plain = eagle_config(shape, "Eagle3DraftModel", dtype)
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "architectures": plain["architectures"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_VERSION,
+        **{key: plain[key] for key in OWN_KEYS},
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier, "architectures": architectures},
+        },
+        "transformer_layer_config": {key: plain[key] for key in LAYER_KEYS},
+    }
 
 
 class Contradiction(ValueError):
@@ -149,14 +188,13 @@ class _Keys(BaseModel, strict=True):
     def rotation(self, positions: int) -> dict[str, Any]:
         """In transformers 5's spelling. Published EAGLE configs without a base mean 10000."""
         given, scaling, theta = self.rope_parameters, self.rope_scaling, self.rope_theta
-        if given is not None and theta is not None and given.get("rope_theta", theta) != theta:
+        if given is not None and (
+            (theta is not None and given.get("rope_theta", theta) != theta)
+            or (scaling and _scaling_of(given) != _scaling_of(scaling))
+        ):
             raise Contradiction(
-                f"rope_theta is {theta}, rope_parameters says {quoted(given['rope_theta'])}; which base was it trained "
-                "with?"
-            )
-        if given is not None and scaling and scaling_of(given) != scaling_of(scaling):
-            raise Contradiction(
-                f"rope_scaling is {quoted(scaling)}, rope_parameters says {quoted(given)}; which was it trained with?"
+                f"rope_parameters is {quoted(given)}, rope_theta {theta} and rope_scaling {quoted(scaling)}; which was "
+                "it trained with?"
             )
         rope = dict(scaling if given is None else given)
         rope.setdefault("rope_type", rope.pop("type", "default"))
@@ -168,7 +206,7 @@ class _Keys(BaseModel, strict=True):
 
 
 def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]) -> DrafterConfig:
-    """The shape of a published drafter.
+    """The shape of a published drafter, in either format.
 
     Args:
         config: its config.json; target: the target's text config, for what the file leaves to it.
@@ -177,13 +215,17 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
     Raises:
         Contradiction: an unknown kind, a key of another type, or arithmetic that no drafter here has.
     """
+    if "speculators_model_type" in config or "transformer_layer_config" in config:
+        layer, kind = config.get("transformer_layer_config"), config.get("speculators_model_type", "eagle3")
+        if kind != "eagle3" or not isinstance(layer, dict):
+            raise Contradiction(f"a speculators model of type {quoted(kind)}; only eagle3 is known here")
+        own = {key: value for key, value in config.items() if key != "vocab_size"}
+        config = {"norm_before_residual": True} | layer | own  # the package's default, which no drafter here has
     keys = _Keys.of(config)
     for key, wanted in FIXED.items():
         for where, values in (("", config), ("eagle_config.", config.get("eagle_config") or {})):
             if (given := values.get(key)) not in (None, wanted):
                 raise Contradiction(f"{where}{key} is {quoted(given)}; drafters here know {wanted} alone")
-    if strange := [name for name in names if ".q_norm." in name or ".k_norm." in name or name == "mask_hidden"]:
-        raise Contradiction(f"it has {strange[0]}, which drafters here do not know")
     if keys.hidden_act not in ACT2FN:
         raise Contradiction(f"hidden_act is {quoted(keys.hidden_act)}, not the name of an activation")
     vocab_size = keys.vocab_size or target.vocab_size
@@ -242,7 +284,7 @@ def published_states(layers: int) -> list[int]:
     return [2, layers // 2, layers - 3]
 
 
-def scaling_of(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _scaling_of(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Kind and settings of a rotary scaling, without the base, by transformers 5's names."""
     kept = {"rope_type" if key == "type" else key: value for key, value in rope.items() if value is not None}
     kept.pop("rope_theta", None)

@@ -13,7 +13,7 @@ from draftsmith.models.checkpoint import read_drafter_config
 from draftsmith.models.drafters import config_of, kind_text
 from draftsmith.models.formats import hub
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.importing import import_drafter, is_foreign, read_for
+from draftsmith.models.formats.foreign import import_drafter, is_foreign, read_for
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.files.atomic import current_folder
@@ -52,16 +52,17 @@ def own_drafter(name: str, recipe: Recipe, plan: bool) -> str:
         return name
     files = TargetFiles(recipe.target)
     out = recipe.imported_dir / f"{label}-{_digest(directory, recipe.target)[:12]}"
-    if not current_folder(out).exists():
-        folder = read_folder(directory)
-        if plan:
-            shape = read_for(folder, files).shape
-            print(f"note: {directory}: a foreign {kind_text(shape)}: the run would import it into {out}")
-        else:
-            with alone_in(recipe.imported_dir, LONGEST_IMPORT):
-                if not current_folder(out).exists():  # another process of this run may have been here
-                    import_drafter(folder, files, out)
-                    print(f"imported: {directory} into {out}", flush=True)
+    if current_folder(out).exists():
+        return str(out)
+    folder = read_folder(directory)
+    if plan:
+        shape = read_for(folder, files).shape
+        print(f"note: {directory}: a foreign {kind_text(shape)}: the run would import it into {out}")
+        return str(out)
+    with alone_in(recipe.imported_dir, LONGEST_IMPORT):
+        if not current_folder(out).exists():  # another process of this run may have been here
+            import_drafter(folder, files, out)
+            print(f"imported: {directory} into {out}", flush=True)
     return str(out)
 
 
@@ -76,11 +77,8 @@ def _digest(directory: Path, target: TargetSection) -> str:
 
 def yet_to_import(recipe: Recipe, drafter: str | Path | None) -> bool:
     """Whether a drafter is one that `own_drafter` would fetch or import, were it no plan."""
-    return (
-        drafter is not None
-        and Path(drafter).parent == recipe.imported_dir
-        and not current_folder(Path(drafter)).exists()
-    )
+    path = Path(drafter or ".")
+    return path.parent == recipe.imported_dir and not current_folder(path).exists()
 
 
 # The recipe with folders of ours in the place of all names.

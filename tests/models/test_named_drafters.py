@@ -15,7 +15,7 @@ from draftsmith.eval import acceptance
 from draftsmith.models.checkpoint import read_drafter_config
 from draftsmith.models.formats import named_drafters
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.importing import import_drafter
+from draftsmith.models.formats.foreign import import_drafter
 from draftsmith.models.formats.named_drafters import with_measured_drafters, with_start, with_writing_drafter
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError

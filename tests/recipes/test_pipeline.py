@@ -82,6 +82,6 @@ def test_one_command_goes_through_all_and_finds_what_the_scripts_made(trained: P
     page = (run / "eval/report.html").read_text()
     command("eval/report.py", str(trained))
     assert (run / "eval/report.html").read_text() == page  # built again from the files alone
-    assert f"{run}/export/vllm: read back, logits equal" in first.stdout
+    assert f"{run}/export/vllm: read back, bit for bit" in first.stdout
     again = command("-m draftsmith.recipes.command.console run", str(trained))
     assert again.stdout.count("  done ") == 5 and "nothing is left to do" in again.stdout
