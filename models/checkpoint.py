@@ -14,12 +14,13 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers.activations import ACT2FN
@@ -41,7 +42,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vision import is_vision_language
 from draftsmith.models.vocab import DraftVocab, sort_metadata
-from draftsmith.recipes.errors import UserError, first_line, quoted
+from draftsmith.recipes.errors import UserError, first_invalid, first_line, quoted
 from draftsmith.recipes.files.atomic import atomic_folder, current_folder
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import json_object
@@ -63,7 +64,6 @@ def provenance(data: dict[str, Path]) -> dict[str, Any]:
 
 
 FILES = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json")
-LARGEST_NUMBER = 2**31 - 1  # of a config.json's numbers; `read_drafter_vocab` then compares them with the weights
 # Fields of a shape that no key of a recipe sets. They are the target's, and for another project's drafters their own.
 UNSET = ("head_dim", "rms_norm_eps", "max_position_embeddings", "hidden_act", "rope_parameters")
 
@@ -120,29 +120,10 @@ def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]
             + "; `draftsmith import-drafter` reads drafters of other projects" * ("architectures" in config)
         )
     try:
-        _check_values(kind, values)
-        return kind.from_dict(values), trained_for
-    except (TypeError, ValueError, KeyError, UserError) as error:
-        raise UserError(f"{path}: damaged: {error}") from error
-
-
-def _check_values(kind: type[DrafterConfig], values: dict[str, Any]) -> None:
-    """Raises ValueError for a value that its field cannot have; for missing ones, `from_dict` raises."""
-    layers = values["capture_layers"]
-    fits = {
-        "capture_layers": isinstance(layers, list) and all(type(layer) is int and layer >= 0 for layer in layers),
-        "hidden_act": values.get("hidden_act", "silu") in list(ACT2FN),
-    }
-    for each in fields(kind):
-        value = values.get(each.name, each.default)
-        if each.type is int:
-            fits[each.name] = type(value) is int and each.metadata.get("least", 1) <= value <= LARGEST_NUMBER
-        elif each.type is float:
-            fits[each.name] = type(value) in (int, float) and 0 < value <= LARGEST_NUMBER
-        elif each.type is bool:
-            fits[each.name] = type(value) is bool
-        if not fits.get(each.name, True):
-            raise ValueError(f"{each.name} is {quoted(value)}, which no drafter has")
+        return TypeAdapter(kind).validate_json(json.dumps(values), strict=True), trained_for
+    except (ValidationError, UserError, ArithmeticError) as error:
+        text = first_invalid(error) if isinstance(error, ValidationError) else error
+        raise UserError(f"{path}: damaged: {text}") from error
 
 
 def shape_of_run(recipe: Recipe, files: TargetFiles) -> DrafterConfig:
@@ -237,16 +218,11 @@ def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
         if here.get(key) != value
     ]
     if not problems:
-        check_sizes(directory, shape, found)
-        check_rotary(directory, shape)
-        wanted = tensor_shapes(shape)
+        wanted = checked_shapes(directory, shape, found)
         problems += [f"{name} is missing" for name in wanted.keys() - found.keys()]
         problems += [f"{name} has no place" for name in found.keys() - wanted.keys()]
-        problems += [
-            f"{name} is {found[name]}, not {wanted[name]}"
-            for name in wanted.keys() & found.keys()
-            if found[name] != wanted[name]
-        ]
+        both = wanted.keys() & found.keys()
+        problems += [f"{name} is {found[name]}, not {wanted[name]}" for name in both if found[name] != wanted[name]]
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
@@ -256,10 +232,12 @@ def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
     return DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"], where=str(path))
 
 
-def check_sizes(directory: Path, shape: DrafterConfig, found: Mapping[str, list[int]]) -> None:
-    """Raises UserError for a shape with more layers or wider ones than the file can hold.
+def checked_shapes(directory: Path, shape: DrafterConfig, found: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Names and shapes of the tensors of a drafter of this shape.
 
-    It comes before any module is made: even on the meta device, a million layers take minutes, and some sizes overflow.
+    Raises:
+        UserError: no drafter has it, or it has more layers, or wider ones, than the `found` tensors can hold. That
+            comes before any module is made: even on the meta device, a million layers take minutes.
     """
     widest = max((size for sizes in found.values() if 0 not in sizes for size in sizes), default=0)
     described = max(
@@ -267,25 +245,23 @@ def check_sizes(directory: Path, shape: DrafterConfig, found: Mapping[str, list[
         shape.intermediate_size,
         max(shape.num_attention_heads, shape.num_key_value_heads) * shape.head_dim,
     )
-    if shape.cached_layers > len(found) or described > widest:
-        raise UserError(
-            f"{directory}: config.json describes {shape.cached_layers:,} layers, up to {described:,} wide; "
-            f"its weights are {len(found):,} tensors, up to {widest:,} wide; copy the whole folder again"
-        )
-
-
-def check_rotary(directory: Path, shape: DrafterConfig) -> None:
-    """Raises UserError unless the rotary parameters are those of a kind (`models.rotation`) and give finite
-    frequencies."""
     try:
+        if shape.cached_layers > len(found) or described > widest:
+            raise ValueError(
+                f"{shape.cached_layers:,} layers, up to {described:,} wide; its weights are {len(found):,} tensors, up "
+                f"to {widest:,} wide"
+            )
+        if shape.hidden_act not in list(ACT2FN):
+            raise ValueError(f"hidden_act is {quoted(shape.hidden_act)}, not the name of an activation")
         checked_rotation(shape.rope_parameters, shape.max_position_embeddings)
         table = rotary(shape.rope_parameters, shape.head_dim, shape.max_position_embeddings)
         if not table.inv_freq.isfinite().all() or not math.isfinite(table.attention_scaling):
-            raise ValueError("the frequencies are not finite")
-    except Exception as error:  # transformers lets any error of its arithmetic and lookups through
+            raise ValueError(f"frequencies that are not finite, by rope_parameters {quoted(shape.rope_parameters)}")
+        return tensor_shapes(shape)
+    except Exception as error:  # torch and transformers let any error of their arithmetic and lookups through
         raise UserError(
-            f"{directory / 'config.json'}: damaged: rope_parameters are {quoted(shape.rope_parameters)}: "
-            f"{first_line(error)[:200]}"
+            f"{directory}: config.json describes no drafter, or another one: {first_line(error)[:200]}; copy the whole "
+            "folder again"
         ) from error
 
 

@@ -26,29 +26,18 @@ true where it is absent, for this format alone.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, Field, ValidationError
-from transformers.activations import ACT2FN
 
 from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.rotation import checked_rotation
-from draftsmith.recipes.errors import quoted
+from draftsmith.recipes.errors import first_invalid, quoted
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-# Keys for which another value than this one changes the arithmetic in a way that no drafter here has.
-FIXED = {
-    "norm_before_residual": False,
-    "norm_before_fc": False,
-    "mlp_bias": False,
-    "use_aux_hidden_state": True,
-    "logit_scale": 1.0,
-    "parallel_drafting": False,
-    "partial_rotary_factor": 1.0,
-}
 WEIGHTLESS = ("d2t", "t2d")
 SPECULATORS_VERSION = "0.9.0"  # of the package that was followed
 LAYER_KEYS = (
@@ -143,17 +132,28 @@ class Contradiction(ValueError):
 
 
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+One = Annotated[float, Field(ge=1, le=1)]
 Number = Annotated[float, Field(gt=0, lt=1e30)]
 States = Annotated[list[int], Field(min_length=1)]
 
 
 class _Nested(BaseModel, strict=True):
     eagle_aux_hidden_state_layer_ids: States | None = None
+    use_aux_hidden_state: Literal[True] | None = None
+    norm_before_fc: Literal[False] | None = None
 
 
 class _Keys(BaseModel, strict=True):
-    """What a foreign config says; keys that are not listed here change nothing (`FIXED`: if they have one value)."""
+    """What a foreign config says. Keys that are not listed here change nothing; another value than that of a key with
+    a single one changes the arithmetic in a way that no drafter here has."""
 
+    norm_before_residual: Literal[False] = False
+    norm_before_fc: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    use_aux_hidden_state: Literal[True] = True
+    parallel_drafting: Literal[False] = False
+    logit_scale: One = 1.0
+    partial_rotary_factor: One = 1.0
     hidden_size: Size
     intermediate_size: Size
     num_attention_heads: Size
@@ -180,10 +180,7 @@ class _Keys(BaseModel, strict=True):
         try:
             return cls.model_validate({key: value for key, value in config.items() if value is not None})
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            given = "missing" if first["type"] == "missing" else f"{quoted(first['input'])}: {first['msg']}"
-            raise Contradiction(f"{key} is {given}") from None
+            raise Contradiction(first_invalid(error)) from None
 
     def rotation(self, positions: int) -> dict[str, Any]:
         """In transformers 5's spelling. Published EAGLE configs without a base mean 10000."""
@@ -222,12 +219,6 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
         own = {key: value for key, value in config.items() if key != "vocab_size"}
         config = {"norm_before_residual": True} | layer | own  # the package's default, which no drafter here has
     keys = _Keys.of(config)
-    for key, wanted in FIXED.items():
-        for where, values in (("", config), ("eagle_config.", config.get("eagle_config") or {})):
-            if (given := values.get(key)) not in (None, wanted):
-                raise Contradiction(f"{where}{key} is {quoted(given)}; drafters here know {wanted} alone")
-    if keys.hidden_act not in ACT2FN:
-        raise Contradiction(f"hidden_act is {quoted(keys.hidden_act)}, not the name of an activation")
     vocab_size = keys.vocab_size or target.vocab_size
     positions = keys.max_position_embeddings or target.max_position_embeddings
     biased = any(name.endswith("q_proj.bias") for name in names)

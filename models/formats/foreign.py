@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from draftsmith.models.checkpoint import check_rotary, check_sizes, provenance, save_drafter
+from draftsmith.models.checkpoint import checked_shapes, provenance, save_drafter
 from draftsmith.models.drafter_base import DrafterConfig
-from draftsmith.models.drafters import build_drafter, kind_text, tensor_shapes
+from draftsmith.models.drafters import build_drafter, kind_text
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.formats import eagle
 from draftsmith.models.formats.eagle import Contradiction
@@ -85,8 +85,6 @@ def read_foreign(folder: Folder, target: Any) -> Foreign:
                 f"the drafter is {shape.hidden_size} wide, the target {reads}; only drafters as wide as their "
                 "target are known here, so leave this one to a serving engine and train one of the target's width"
             )
-        check_sizes(folder.path, shape, {name: list(tensor.shape) for name, tensor in folder.tensors.items()})
-        check_rotary(folder.path, shape)
         return _placed(folder, shape)
     except Contradiction as error:
         raise UserError(f"{folder.path}: {error}") from None
@@ -110,7 +108,7 @@ def _placed(folder: Folder, shape: DrafterConfig) -> Foreign:
             raise Contradiction(f"{names[new]} and {old} are two tensors for one place ({new})")
         found[new], names[new] = tensor, old
     vocab, order = _vocabulary(folder.tensors, shape)
-    wanted = tensor_shapes(shape, vocab)
+    wanted = checked_shapes(folder.path, shape, {name: list(tensor.shape) for name, tensor in folder.tensors.items()})
     problems = [f"{name} is missing" for name in wanted.keys() - found.keys() - set(eagle.WEIGHTLESS)]
     for new, tensor in found.items():
         if new not in wanted:
