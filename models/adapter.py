@@ -22,11 +22,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def adapter_digest(section: TargetSection) -> str | None:
-    """sha256 over the adapter's settings and weights, part of the target's identity; None: no adapter.
-
-    Raises:
-        UserError: no adapter in safetensors there.
-    """
+    """sha256 over the adapter's settings and weights, part of the target's identity; None: no adapter."""
     if section.adapter is None:
         return None
     folder = checked_folder(section.adapter)
@@ -56,11 +52,8 @@ def checked_folder(adapter: str) -> Path:
 
 
 def merged(model: Any, section: TargetSection) -> Any:
-    """The causal LM with the section's adapter merged into its weights, in place; without one, unchanged.
-
-    Raises:
-        UserError: the adapter is damaged or belongs to another model, or it changes one of two tied tables.
-    """
+    """The causal LM with the section's adapter merged into its weights, in place; without one, unchanged. Raises
+    UserError for an adapter that is damaged or another model's, or that changes one of two tied tables."""
     if section.adapter is None:
         return model
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict

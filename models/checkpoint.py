@@ -95,11 +95,7 @@ def weight_bytes(directory: Path) -> int:
 
 
 def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]:
-    """(shape, identity of its target) from a drafter's config.json.
-
-    Raises:
-        UserError: there is none, or it is not a drafter's.
-    """
+    """(shape, identity of its target) from a drafter's config.json. Raises UserError if it is none."""
     directory = current_folder(directory)
     path = directory / "config.json"
     try:
@@ -128,10 +124,7 @@ def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]
 
 def shape_of_run(recipe: Recipe, files: TargetFiles) -> DrafterConfig:
     """The shape of the recipe's drafter. What the recipe leaves open is taken from drafter.init_from, if one is there.
-
-    Raises:
-        UserError: the drafter is not possible for this target.
-    """
+    Raises UserError if the drafter is not possible for this target."""
     if config_of(recipe.drafter).reads_pictures and not is_vision_language(files.config):
         raise UserError(
             f"drafter.kind: {recipe.drafter.kind} reads pictures, and {recipe.target.model} "
@@ -161,8 +154,8 @@ def differences(there: dict[str, Any], here: dict[str, Any], before: str = "") -
 def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str, Any]) -> None:
     """Raises UserError with every difference for a drafter made for another target.
 
-    The model's name and revision are not compared: models are moved and copied. Nor are adapter and quantisation: a
-    drafter can be measured with a fine-tuned or quantised target, and adapted to it (`precision_note`).
+    Models are moved and copied, so name and revision are not compared. A drafter can be measured with a fine-tuned or
+    quantised target and adapted to it, so adapter and quantisation are not compared, either.
     """
     different = [
         f"{key}: the drafter was trained for {quoted(trained_for.get(key))}, this target has {here[key]!r}"
@@ -192,13 +185,10 @@ def precision_note(directory: Path, here: dict[str, Any]) -> str | None:
 
 
 def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
-    """The drafter's vocabulary from model.safetensors, after a check of the file against `shape`.
+    """The drafter's vocabulary from model.safetensors, after a check of the file against `shape`. Reads no weights.
 
-    Reads the header, d2t and t2d, but no weights. The header also shows whether the file is cut short.
-
-    Raises:
-        UserError: no such file, a damaged one, one that was written with another config, or tensors that are missing,
-            too many or of another shape.
+    Raises UserError for a file that is missing, cut short, or written with another config, and for tensors that are
+    missing, too many or of another shape.
     """
     path, mend = current_folder(directory) / "model.safetensors", "copy the whole folder again, or train again"
     try:
@@ -233,12 +223,8 @@ def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
 
 
 def checked_shapes(directory: Path, shape: DrafterConfig, found: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Names and shapes of the tensors of a drafter of this shape.
-
-    Raises:
-        UserError: no drafter has it, or it has more layers, or wider ones, than the `found` tensors can hold. That
-            comes before any module is made: even on the meta device, a million layers take minutes.
-    """
+    """Names and shapes of the tensors of a drafter of this shape. Raises UserError if no drafter has it, or if it has
+    more layers, or wider ones, than the `found` tensors: even on the meta device, a million layers take minutes."""
     widest = max((size for sizes in found.values() if 0 not in sizes for size in sizes), default=0)
     described = max(
         shape.hidden_size * max(2, len(shape.capture_layers)),
@@ -272,9 +258,6 @@ def load_drafter(
 
     Args:
         capture: layers captured for the drafter; they must be those of its training. None: the target's.
-
-    Raises:
-        UserError: no checkpoint, one for another target or vocabulary, or tensors that do not fit its config.
     """
     shape, trained_for = read_drafter_config(directory)
     check_identity(directory, trained_for, identity)
@@ -288,13 +271,10 @@ def load_drafter(
 
 
 def read_drafter(directory: Path, head: FrozenHead | None = None) -> Drafter:
-    """The drafter in `directory`, in evaluation mode on the CPU, for exports and inspection without the target.
+    """The drafter in `directory`, in evaluation mode on the CPU.
 
     Args:
         head: the target's. Without it, kinds that use the target's head give no logits.
-
-    Raises:
-        UserError: no checkpoint, or tensors that do not fit its config.
     """
     shape, _ = read_drafter_config(directory)
     drafter = build_drafter(shape, read_drafter_vocab(directory, shape), head)

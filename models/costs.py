@@ -1,7 +1,7 @@
 """Parameters and bytes of a run, computed from configs alone, and the device here.
 
-No weight is loaded: models are built on torch's meta device, and `Meter` also counts bytes of fake tensors. Names carry
-units; GB are 10**9 bytes. Docstrings tell exact values from assumptions.
+No weight is loaded: models are built on torch's meta device. Names carry units; GB are 10**9 bytes. Docstrings tell
+exact values from assumptions.
 """
 
 import copy
@@ -69,10 +69,7 @@ def target_size(config: Any, section: TargetSection) -> TargetSize:
 
     Args:
         config: from AutoConfig (the whole one of a multimodal model).
-        section: `dtype`, `quantization` and `trust_remote_code` are read; its `model` is not.
-
-    Raises:
-        UserError: transformers cannot build it.
+        section: its `model` is not read.
     """
     plain = copy.deepcopy(config)
     quantization = getattr(plain, "quantization_config", None)
@@ -90,8 +87,8 @@ def target_size(config: Any, section: TargetSection) -> TargetSize:
     named = dict(model.named_parameters())
     parameters = sum(p.numel() for p in named.values())
     experts = sum(p.numel() for name, p in named.items() if ".experts." in name)
-    embedding: Any = model.get_input_embeddings().weight  # type: ignore[union-attr]
-    head: Any = model.get_output_embeddings().weight  # type: ignore[union-attr]
+    tables: Any = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = (table.weight for table in tables)
     chosen = getattr(text, "num_experts_per_tok", None) or 0
     number = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0
     shared = sum({id(table): table.numel() for table in (embedding, head)}.values())
@@ -232,12 +229,8 @@ def checkpoint_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) ->
 
 
 class Meter(TorchDispatchMode):
-    """Counts bytes of all tensors created inside, real or fake, until their storage is freed: at the peak, and by kind.
-    Older tensors and a kernel's own workspace are not counted.
-
-    Args:
-        kind: names a new tensor by its shape and dtype, for `peak_by_kind`.
-    """
+    """Counts bytes of all tensors created inside, real or fake, until their storage is freed: at the peak, and by kind
+    (`kind` names a new tensor). Older tensors and a kernel's own workspace are not counted."""
 
     def __init__(self, kind: Callable[[torch.Tensor], str]):
         super().__init__()
@@ -277,7 +270,7 @@ class Meter(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Device:
-    """The device that a run on this machine would use."""
+    """A device that a run may use."""
 
     name: str
     memory_bytes: int

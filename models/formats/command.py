@@ -21,7 +21,7 @@ from draftsmith.models.formats.exporting import (
     source_to_train,
 )
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.foreign import import_drafter, is_ours, read_for
+from draftsmith.models.formats.foreign import format_of, import_drafter, read_for
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import made_by, require_files
@@ -34,11 +34,7 @@ from draftsmith.recipes.sections.target import TargetSection
 
 
 def export_main(command: Command, recipe: Recipe | None) -> None:
-    """Exports the recipe's drafter, or the checkpoint that the command line names.
-
-    Raises:
-        UserError: no drafter there, an unknown engine, or one that cannot serve this drafter.
-    """
+    """Exports the recipe's drafter, or the checkpoint that the command line names."""
     section = ExportSection() if recipe is None else recipe.export
     name = command.to or section.to or "vllm"
     if name not in ENGINES:
@@ -129,16 +125,12 @@ def _check_options(command: Command, source: Source, engine: ServingEngine) -> N
 
 
 def import_main(arguments: Namespace) -> None:
-    """Imports the drafter that the command line names.
-
-    Raises:
-        UserError: it cannot be read, is not for this target, or is ours already.
-    """
+    """Imports the drafter that the command line names."""
     files = TargetFiles(TargetSection(model=arguments.target, revision=arguments.target_revision))
     directory, out = Path(arguments.drafter), arguments.out
     if not directory.is_dir():
         directory = hub.fetch_drafter(arguments.drafter, arguments.revision, arguments.allow_bin)
-    if is_ours(directory):
+    if format_of(directory) == "ours":
         raise UserError(f"{directory}: already a drafter of draftsmith; name it as eval.drafter or drafter.init_from")
     if out.resolve() == directory.resolve():
         raise UserError(f"--out {out}: is the folder to import, which would be replaced; name another one")

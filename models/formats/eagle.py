@@ -1,5 +1,4 @@
-"""The EAGLE format, which most engines read: config keys and tensor names of published EAGLE and EAGLE-3 checkpoints.
-And the speculators format, which vLLM serves by itself, with the verifier's name inside.
+"""The EAGLE format, which most engines read, as in published EAGLE and EAGLE-3 checkpoints; and speculators'.
 
     ours                       EAGLE-3                         EAGLE-1/2, HASS
     midlayer.*, layers.1.*     midlayer.* (or layers.0.*)      layers.0.*, layers.1.*
@@ -17,12 +16,9 @@ layer k - 1:
 A config says both. Rotary base and scaling stand in the spellings of transformers 4 (rope_theta, rope_scaling) and 5
 (rope_parameters).
 
-    speculators: config.json       speculators_model_type, speculators_config (how to propose, for which verifier), the
-                                   decoder's config under transformer_layer_config
-                 model.safetensors layers.0.* in midlayer's place, and the target's embeddings
-
-Published versions of speculators differ in defaults, so every key is written out: vLLM takes norm_before_residual as
-true where it is absent, for this format alone.
+Speculators' config.json has the decoder's config under transformer_layer_config, and how to propose, for which
+verifier, under speculators_config; model.safetensors has layers.0.* for midlayer.*, and the target's embeddings. Its
+versions differ in defaults, so every key is written out: vLLM takes norm_before_residual as true where it is absent.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,11 +36,11 @@ from draftsmith.recipes.errors import first_invalid, quoted
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 WEIGHTLESS = ("d2t", "t2d")
 SPECULATORS_VERSION = "0.9.0"  # of the package that was followed
-LAYER_KEYS = (
+SHAPE_KEYS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "hidden_act", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
-    *("attention_bias", "mlp_bias", "tie_word_embeddings", "model_type"),
+    *("head_dim", "hidden_act", "vocab_size", "max_position_embeddings", "rms_norm_eps"),
 )
+LAYER_KEYS = (*SHAPE_KEYS, "rope_parameters", "attention_bias", "mlp_bias", "tie_word_embeddings", "model_type")
 OWN_KEYS = (
     *("dtype", "draft_vocab_size", "target_hidden_size", AUX_IDS),
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
@@ -53,22 +49,13 @@ OWN_KEYS = (
 
 def eagle_config(shape: DrafterConfig, architecture: str, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of a drafter in this format. It holds no null: engines read a null as a value."""
-    rope = shape.rope_parameters
+    rope, values = shape.rope_parameters, shape.to_dict() | {"num_hidden_layers": shape.num_layers}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": "llama",
         "dtype": str(dtype).removeprefix("torch."),
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": shape.hidden_act,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "rms_norm_eps": shape.rms_norm_eps,
+        **{key: values[key] for key in SHAPE_KEYS},
         "rope_theta": rope["rope_theta"],
         "rope_parameters": rope,
         "attention_bias": shape.attention_bias,
@@ -103,11 +90,7 @@ def eagle_config(shape: DrafterConfig, architecture: str, dtype: torch.dtype) ->
 def speculators_config(
     shape: DrafterConfig, dtype: torch.dtype, verifier: str, architectures: list[str]
 ) -> dict[str, Any]:
-    """config.json of an EAGLE-3 drafter in the speculators format.
-
-    Args:
-        verifier: Hub id or folder of the target; architectures: the target's.
-    """
+    """config.json of an EAGLE-3 drafter in the speculators format, with name and architectures of its target."""
     plain = eagle_config(shape, "Eagle3DraftModel", dtype)
     proposal = {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
@@ -208,9 +191,6 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
     Args:
         config: its config.json; target: the target's text config, for what the file leaves to it.
         names: its tensors, which decide between EAGLE-1 and EAGLE-3 and about biases.
-
-    Raises:
-        Contradiction: an unknown kind, a key of another type, or arithmetic that no drafter here has.
     """
     if "speculators_model_type" in config or "transformer_layer_config" in config:
         layer, kind = config.get("transformer_layer_config"), config.get("speculators_model_type", "eagle3")

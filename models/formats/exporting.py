@@ -21,7 +21,7 @@ from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.formats import eagle, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, ServingEngine
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.foreign import EMBEDDINGS, Foreign, is_ours, read_foreign, reading_scaled
+from draftsmith.models.formats.foreign import EMBEDDINGS, Foreign, format_of, read_foreign, reading_scaled
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -78,7 +78,7 @@ def check_engine(source: Source, engine: ServingEngine) -> None:
 
 def check_out(out: Path) -> None:
     """Raises UserError for an export into a folder that holds a drafter of ours, such as the exported one."""
-    if is_ours(out):
+    if format_of(out) == "ours":
         raise UserError(f"{out}: holds a trained drafter, which the export would replace; name another folder")
 
 
@@ -111,15 +111,12 @@ def export(
     beside: Mapping[str, str | bytes],
     target_gguf: Path | None = None,
 ) -> None:
-    """Writes the folder.
+    """Writes the folder. Raises UserError if the engine cannot serve the drafter, or the folder reads back as another.
 
     Args:
         dtype: of the weights; None: as trained.
         beside: further files by name.
         target_gguf: the target as llama.cpp serves it; its tokenizer goes into the drafter's file.
-
-    Raises:
-        UserError: the engine cannot serve the drafter, or the folder reads back as another one.
     """
     check_engine(source, engine)
     source = unscaled(source)
@@ -167,14 +164,8 @@ def write_folder(
 
 
 def target_embeddings(target: Mapping[str, Any]) -> torch.Tensor:
-    """The target's embedding table, alone, from its checkpoint on disk or on the Hub.
-
-    Args:
-        target: identity and layout, from a drafter's config.json.
-
-    Raises:
-        UserError: the target is not there, or its table is not the one that the drafter was trained with.
-    """
+    """The target's embedding table, alone, from its checkpoint on disk or on the Hub; `target` is from a drafter's
+    config.json. Raises UserError if it is not the table that the drafter was trained with."""
     model, wanted = target["model"], target["layout"]["embeddings"]
     table = TargetFiles(TargetSection(model=model, revision=target.get("revision"))).tensor(wanted)
     if tensor_digest(table) != target["embedding_digest"]:
@@ -230,11 +221,7 @@ def facts(source: Source) -> SimpleNamespace:
 
 
 def differs(source: Source, back: Foreign, dtype: torch.dtype | None) -> str | None:
-    """How a folder that was read back differs from its source; None: not at all.
-
-    Args:
-        dtype: to which the source's weights were rounded.
-    """
+    """How a folder that was read back differs from its source, whose weights were rounded; None: not at all."""
     theirs = back.shape.to_dict()
     for key, value in source.shape.to_dict().items():
         if theirs.get(key) != value and key != "fc_bias":  # SGLang's has one of zeros

@@ -36,14 +36,10 @@ class Folder:
 
 
 def read_folder(path: Path, allow_bin: bool = False) -> Folder:
-    """The checkpoint in a folder.
+    """The checkpoint in a folder. Raises UserError if something is missing, damaged or leads out of the folder.
 
     Args:
-        allow_bin: also read pytorch_model.bin where there are no safetensors. It is a pickle; torch's `weights_only`
-            reader runs no code from it.
-
-    Raises:
-        UserError: something is missing, damaged or leads out of the folder.
+        allow_bin: also read pytorch_model.bin where there are no safetensors.
     """
     config = _read_object(path, "config.json")
     files, listed = weight_files(path)
@@ -112,11 +108,7 @@ def _inside(path: Path, name: str) -> Path:
 
 
 def weight_files(path: Path) -> tuple[list[Path], set[str]]:
-    """(safetensors of a folder, names of the tensors that its index expects; empty without an index).
-
-    Raises:
-        UserError: an index that is none, or that names a file which is missing or not in the folder.
-    """
+    """(safetensors of a folder, names of the tensors that its index expects; empty without an index)."""
     if (path / SINGLE).exists():
         return [_inside(path, SINGLE)], set()
     if not (path / INDEX).exists():

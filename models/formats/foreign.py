@@ -10,7 +10,7 @@ Nothing is guessed: a tensor without a place, a missing one, or a key that would
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -44,32 +44,20 @@ class Foreign:
     embeddings: torch.Tensor | None  # the table that came along, to compare with the target's
 
 
-def is_ours(directory: Path) -> bool:
-    """Whether a folder holds a drafter in our own format."""
-    return {"drafter", "target"} <= _config_of(directory).keys()
-
-
-def is_foreign(directory: Path) -> bool:
-    """Whether a folder holds a model in a format other than ours, to judge by its config.json."""
-    return "architectures" in _config_of(directory) and not is_ours(directory)
-
-
-def _config_of(directory: Path) -> dict[str, Any]:
-    """A folder's config.json; empty where there is none, or none that can be read."""
+def format_of(directory: Path) -> Literal["ours", "foreign"] | None:
+    """The format of the drafter in a folder, to judge by its config.json; None: it holds none that can be read."""
     try:
-        return json_object((directory / "config.json").read_bytes())
+        config = json_object((directory / "config.json").read_bytes())
     except (OSError, ValueError):
-        return {}
+        return None
+    return "ours" if {"drafter", "target"} <= config.keys() else "foreign" if "architectures" in config else None
 
 
 def read_foreign(folder: Folder, target: Any) -> Foreign:
-    """The drafter in a foreign folder.
+    """The drafter in a foreign folder. Raises UserError if it does not fit together, or does not fit the target.
 
     Args:
         target: the target's text config, to which foreign configs leave sizes and positions.
-
-    Raises:
-        UserError: the folder does not fit together, or does not fit the target.
     """
     try:
         shape = eagle.read_config(folder.config, target, folder.tensors)
@@ -181,11 +169,7 @@ def read_for(folder: Folder, files: TargetFiles) -> Foreign:
 
 
 def import_drafter(folder: Folder, files: TargetFiles, out: Path) -> None:
-    """Writes the drafter of a foreign folder as one of ours, with the identity of the loaded target.
-
-    Raises:
-        UserError: it is not for this target, or nothing here could compute it.
-    """
+    """Writes the drafter of a foreign folder as one of ours, with the identity of the loaded target."""
     foreign = read_for(folder, files)
     target = Target(files.load_model(), capture_layers=(0,))
     shape, tensors = _for_target(foreign, target.embedding_table, target.embedding_scale, folder.path)

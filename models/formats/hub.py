@@ -38,17 +38,14 @@ def push(folder: Path, repo_id: str, private: bool, revision: str | None, messag
 
     Files of an earlier export that this one does not have are deleted, all others in the repository stay.
 
+    Trying again is safe: uploaded weights are not uploaded twice, and nothing is visible before the commit.
+
     Args:
         private: the new repository is; an existing one must be.
         revision: branch, made if it does not exist; None: the main one.
-        message: of the commit.
 
     Returns:
         the address.
-
-    Raises:
-        UserError: the repository holds something else than an export, or the upload failed. Trying again is safe:
-            uploaded weights are not uploaded twice, and nothing is visible before the commit.
     """
     api = huggingface_hub.HfApi()
     try:
@@ -106,10 +103,6 @@ def fetch_drafter(repo_id: str, revision: str | None = None, allow_bin: bool = F
 
     Args:
         allow_bin: also download pytorch_model.bin where there are no safetensors.
-
-    Raises:
-        UserError: no such repository or revision, one that may not be read, one without a drafter's files, more than
-            MOST_BYTES, or no connection.
     """
     where = f"{repo_id!r} is no folder in {Path.cwd()}"
     try:

@@ -7,8 +7,8 @@
     d2t, offsets                              d2t, target ids; left out where the draft vocabulary is whole
     the target's embeddings                   left out: llama.cpp takes the target's
 
-llama.cpp rotates neighbours (rows 0 and 1, 2 and 3, ...) where transformers rotates halves (rows 0 and d/2, 1 and
-d/2 + 1, ...). So the rows of each head of q and k are interleaved, as llama.cpp's converter does it:
+llama.cpp rotates neighbours (rows 0 and 1, ...) where transformers rotates halves (rows 0 and d/2, ...). So the rows of
+each head of q and k are interleaved, as llama.cpp's converter does it:
 
     transformers   0  1  2  3 | 4  5  6  7          a head of 8 rows; 0 and 4 are one pair
     llama.cpp      0  4  1  5   2  6  3  7
@@ -190,11 +190,8 @@ def check_fit(target: Mapping[str, Any], target_gguf: Path) -> None:
     ]:
         raise UserError([*wrong, "Is it the GGUF of " + target["model"] + "?"])
     if architecture not in WITH_STATES:
-        print(
-            f"{target_gguf}: llama.cpp 0.3.36 gives a drafter no states of {architecture} models and would stop at "
-            "the start; a newer one may",
-            file=sys.stderr,
-        )
+        text = f"llama.cpp 0.3.36 gives a drafter no states of {architecture} models and would stop at the start"
+        print(f"{target_gguf}: {text}; a newer one may", file=sys.stderr)
 
 
 def convert_target(target: Mapping[str, Any], checkout: Path, out: Path, dtype: torch.dtype | None) -> None:
@@ -202,9 +199,6 @@ def convert_target(target: Mapping[str, Any], checkout: Path, out: Path, dtype: 
 
     Args:
         dtype: of the weights; None: the converter chooses after the checkpoint's.
-
-    Raises:
-        UserError: the target cannot be found, or the converter failed; with its last line.
     """
     folder = target["model"]
     if not Path(folder).is_dir():
