@@ -90,28 +90,30 @@ def trained(directory: Path, target_dir: Path | str, drafter: Drafter, **overrid
     return Source.read(directory)
 
 
-# Twelve random columns of three states of the tiny target, and tokens up to the root.
-FEATURES = torch.randn(1, 12, 96, generator=torch.Generator().manual_seed(0))
-TOKENS = torch.randint(VOCAB_SIZE, (13,), generator=torch.Generator().manual_seed(1)).tolist()
+PROMPT, CHAIN = [11, 12, 13, 14], [7, 21, 22, 23, 24]
 
 
 @torch.no_grad()
-def drafted(shape: DrafterConfig, tensors: Tensors, steps: int = 3) -> torch.Tensor:
-    """[steps, Vd] log-probabilities of a drafter with these weights, along the likeliest chain."""
-    target = copy.copy(target_of())
-    target.embedding_scale = shape.embedding_scale
-    vocab = DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"])
+def distributions(drafter: FeatureDrafter, target: Target, cut: DraftVocab | None = None) -> torch.Tensor:
+    """[5, Vd] log-probabilities of a drafter along CHAIN behind PROMPT, after each of its tokens."""
+    captured = target.states(torch.tensor([PROMPT]), drafter.config.capture_layers).captured
+    embedder = copy.copy(target)
+    embedder.embedding_scale = drafter.config.embedding_scale
+    drafting = FeatureDrafting(drafter, cut)
+    drafting.set_rows([], 1)
+    drafting.observe(Committed(embedder, [[*PROMPT, CHAIN[0]]], captured, [len(PROMPT)]))
+    said = [drafting.root_log_probs()[0]]
+    for depth, token in enumerate(CHAIN[1:], start=1):
+        said.append(drafting.expand(torch.tensor([[depth - 1]]), torch.tensor([[token]]), depth)[0, 0])
+    return torch.stack(said)
+
+
+def drafted(shape: DrafterConfig, tensors: Tensors) -> torch.Tensor:
+    """`distributions` of a drafter with these weights, for the tiny target."""
+    target, vocab = target_of(), DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"])
     drafter: Any = build_drafter(shape, vocab, target.frozen_head)
     drafter.load_state_dict(tensors)
-    drafting = FeatureDrafting(drafter)
-    drafting.set_rows([], 1)
-    features = FEATURES[..., : 32 * len(shape.capture_layers)]
-    drafting.observe(Committed(target, [TOKENS], features, [features.shape[1]]))
-    found = [drafting.root_log_probs()[0]]
-    for depth in range(1, steps):
-        best = vocab.to_target(found[-1].argmax())[None, None]
-        found.append(drafting.expand(torch.tensor([[depth - 1]]), best, depth)[0, 0])
-    return torch.stack(found)
+    return distributions(drafter, target)
 
 
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "hidden_act": "silu"}

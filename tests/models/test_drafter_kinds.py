@@ -18,9 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, save_drafter, shape_of_run
-from draftsmith.models.draft_tree import Committed, Drafting
 from draftsmith.models.drafters import drafter_shape
-from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
@@ -31,6 +29,7 @@ from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run.initial_drafter import new_drafter, start_from
 from draftsmith.train.run.inputs import check_start_of_recipe
 from tests.conftest import files_of, make_target
+from tests.export_cases import distributions
 from tests.pairs import KINDS, untaught
 from tests.thinning import a_few
 from tests.training_runs import SIX_STEPS, metrics, train, write_conversations
@@ -76,19 +75,6 @@ def recipe_of(tmp_path: Path, target_dir: Path) -> Callable[[str], Path]:
     return recipe_of
 
 
-def copy_of_inputs(output: Path, place: Path, *others: str) -> Path:
-    place.mkdir()
-    for name in ("conversations.jsonl", "draft_vocab.safetensors", *others):
-        (shutil.copytree if (output / name).is_dir() else shutil.copy)(output / name, place / name)
-    return place
-
-
-def assert_same_weights(first: Path, second: Path) -> None:
-    mine, expected = (load_file(each / "drafter/model.safetensors") for each in (first, second))
-    assert mine.keys() == expected.keys()
-    assert all(torch.equal(mine[name], expected[name]) for name in expected)
-
-
 @pytest.fixture(scope="module")
 def loaded(target_dir: Path) -> tuple[Target, dict[str, Any]]:
     target = Target(TargetFiles(TargetSection(model=str(target_dir), dtype="float32")).load_model("cpu"))
@@ -117,11 +103,13 @@ def test_resumed_equals_uninterrupted_bit_for_bit(name: str, recipe_of: Any, tmp
     steps = load_recipe(path).train.ttt_steps
     assert len(lines[0]["accuracy"]) == len(lines[2]["validation_accuracy"]) == steps
 
-    resumed = copy_of_inputs(whole, tmp_path / "resumed", "metrics.jsonl", "checkpoints")
-    shutil.rmtree(resumed / "checkpoints/step-00000006")
+    resumed = shutil.copytree(whole, tmp_path / "resumed")
+    for name in ("drafter", "checkpoints/step-00000006"):
+        shutil.rmtree(resumed / name)
     train(path, *replay, f"output_dir={resumed}")
     assert metrics(resumed) == lines
-    assert_same_weights(resumed, whole)
+    one, other = (load_file(each / "drafter/model.safetensors") for each in (resumed, whole))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_clipping_by_value_clips_each_element(recipe_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,19 +158,6 @@ def test_every_specialist_starts_from_the_single_layer(
     assert torch.equal(distributions(drafter, target), distributions(before, target))
     drafter.stacks[0][0].mlp.down_proj.weight.zero_()
     assert drafter.stacks[1][0].mlp.down_proj.weight.abs().max() > 0  # copies, not one tensor for all
-
-
-def distributions(drafter: FeatureDrafter, target: Target, cut: DraftVocab | None = None) -> torch.Tensor:
-    """What a drafter says along a chain of five tokens behind a prompt: [5, Vd]."""
-    prompt, chain = [11, 12, 13, 14], [21, 22, 23, 24]
-    drafting: Drafting = FeatureDrafting(drafter, cut)
-    drafting.set_rows([], 1)
-    captured = target.states(torch.tensor([prompt]), drafter.config.capture_layers).captured
-    drafting.observe(Committed(target, [[*prompt, 7]], captured, [len(prompt)]))
-    said = [drafting.root_log_probs()[0]]
-    for depth, token in enumerate(chain, start=1):
-        said.append(drafting.expand(torch.tensor([[depth - 1]]), torch.tensor([[token]]), depth)[0, 0])
-    return torch.stack(said)
 
 
 @pytest.mark.usefixtures("no_dry_run")

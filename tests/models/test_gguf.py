@@ -17,7 +17,7 @@ from draftsmith.models.formats.exporting import Source, export, prove, readers
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from tests.conftest import VOCAB_SIZE
-from tests.export_cases import CUT, FEATURES, TOKENS, drafted, target_of
+from tests.export_cases import CHAIN, CUT, PROMPT, drafted, target_of
 
 ENGINE = ENGINES["llama.cpp"]
 LLAMA3: dict[str, Any] = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
@@ -38,8 +38,8 @@ def make_source(**changed: Any) -> Source:
     return Source(Path("runs/drafter"), shape, target, vocab, drafter.state_dict())
 
 
-def as_llama_cpp_drafts(path: Path, steps: int = 3) -> torch.Tensor:
-    """[steps, V] log-probabilities of the chain of `drafted`, as src/models/eagle3.cpp computes them from the file.
+def as_llama_cpp_drafts(path: Path) -> torch.Tensor:
+    """[5, V] log-probabilities of the chain of `drafted`, as src/models/eagle3.cpp computes them from the file.
 
     In float64, one token after the other.
     """
@@ -89,13 +89,12 @@ def as_llama_cpp_drafts(path: Path, steps: int = 3) -> torch.Tensor:
             return drafts
         return torch.full((kv["eagle3.vocab_size"],), -torch.inf).double().index_put_((w["d2t"],), drafts)
 
-    prenorm, columns = torch.zeros(()), FEATURES.shape[1]
-    for c in range(columns):
-        prenorm = decode(TOKENS[c + 1], w["fc.weight"] @ FEATURES[0, c].double(), c)
-    found = [logits(prenorm)]
-    for step in range(1, steps):
-        prenorm = decode(int(found[-1].argmax()), prenorm, columns - 1 + step)
-        found.append(logits(prenorm))
+    features = target_of().states(torch.tensor([PROMPT]), kv["eagle3.target_layers"]).captured[0].double()
+    tokens, columns, found, prenorm = [*PROMPT, *CHAIN], len(PROMPT), [], torch.zeros(())
+    for c in range(len(tokens) - 1):
+        prenorm = decode(tokens[c + 1], w["fc.weight"] @ features[c] if c < columns else prenorm, c)
+        if c >= columns - 1:
+            found.append(logits(prenorm))
     return torch.stack(found).log_softmax(-1)
 
 
@@ -117,7 +116,7 @@ def test_llama_cpp_would_draft_what_the_drafter_does(changed: dict[str, Any], tm
     # float32 against float64, and frequencies through a divisor in float32
     wanted = drafted(source.shape, source.tensors)
     torch.testing.assert_close(found[:, source.vocab.target_ids].float(), wanted, rtol=0, atol=5e-5)
-    assert found.exp().sum(-1).allclose(torch.ones(3).double())
+    assert found.exp().sum(-1).allclose(torch.ones(5).double())
 
 
 def test_what_the_file_says_besides_and_an_altered_one(tmp_path: Path) -> None:
