@@ -11,15 +11,7 @@ from draftsmith.models.drafters import kind_text
 from draftsmith.models.formats import card as cards
 from draftsmith.models.formats import hub, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, ServingEngine
-from draftsmith.models.formats.exporting import (
-    Source,
-    able_engines,
-    check_engine,
-    check_out,
-    export,
-    readers,
-    source_to_train,
-)
+from draftsmith.models.formats.exporting import Source, able_engines, check_engine, export, readers, source_to_train
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.foreign import format_of, import_drafter, read_for
 from draftsmith.models.target_files import TargetFiles
@@ -55,8 +47,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         out = command.out or recipe.export_dir(engine.name)
     yet_to_train = recipe is not None and not current_folder(directory).exists()
     source = source_to_train(recipe, TargetFiles(recipe.target)) if recipe and yet_to_train else Source.read(directory)
-    check_out(out)
-    check_engine(source, engine)
+    check_engine(source, engine, out)
     _check_options(command, source, engine)
     measured = cards.read_measurement(measured_file, source)
     target_name = source.target["model"]

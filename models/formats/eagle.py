@@ -25,13 +25,13 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.rotation import checked_rotation
-from draftsmith.recipes.errors import first_invalid, quoted
+from draftsmith.recipes.errors import quoted
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 WEIGHTLESS = ("d2t", "t2d")
@@ -110,10 +110,6 @@ def speculators_config(
     }
 
 
-class Contradiction(ValueError):
-    """What cannot be read in a foreign config; the message names the key."""
-
-
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 One = Annotated[float, Field(ge=1, le=1)]
 Number = Annotated[float, Field(gt=0, lt=1e30)]
@@ -157,14 +153,6 @@ class _Keys(BaseModel, strict=True):
     eagle_aux_hidden_state_layer_ids: States | None = None
     eagle_config: _Nested = _Nested()
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "_Keys":
-        """Nulls count as absent."""
-        try:
-            return cls.model_validate({key: value for key, value in config.items() if value is not None})
-        except ValidationError as error:
-            raise Contradiction(first_invalid(error)) from None
-
     def rotation(self, positions: int) -> dict[str, Any]:
         """In transformers 5's spelling. Published EAGLE configs without a base mean 10000."""
         given, scaling, theta = self.rope_parameters, self.rope_scaling, self.rope_theta
@@ -172,21 +160,18 @@ class _Keys(BaseModel, strict=True):
             (theta is not None and given.get("rope_theta", theta) != theta)
             or (scaling and _scaling_of(given) != _scaling_of(scaling))
         ):
-            raise Contradiction(
+            raise ValueError(
                 f"rope_parameters is {quoted(given)}, rope_theta {theta} and rope_scaling {quoted(scaling)}; which was "
                 "it trained with?"
             )
         rope = dict(scaling if given is None else given)
         rope.setdefault("rope_type", rope.pop("type", "default"))
         rope.setdefault("rope_theta", theta or 10000.0)
-        try:
-            return checked_rotation(rope, positions)
-        except ValueError as error:
-            raise Contradiction(f"rotary embedding: {error}") from None
+        return checked_rotation(rope, positions)
 
 
 def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]) -> DrafterConfig:
-    """The shape of a published drafter, in either format.
+    """The shape of a published drafter, in either format. Raises ValueError for what no drafter here has.
 
     Args:
         config: its config.json; target: the target's text config, for what the file leaves to it.
@@ -195,10 +180,10 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
     if "speculators_model_type" in config or "transformer_layer_config" in config:
         layer, kind = config.get("transformer_layer_config"), config.get("speculators_model_type", "eagle3")
         if kind != "eagle3" or not isinstance(layer, dict):
-            raise Contradiction(f"a speculators model of type {quoted(kind)}; only eagle3 is known here")
+            raise ValueError(f"a speculators model of type {quoted(kind)}; only eagle3 is known here")
         own = {key: value for key, value in config.items() if key != "vocab_size"}
         config = {"norm_before_residual": True} | layer | own  # the package's default, which no drafter here has
-    keys = _Keys.of(config)
+    keys = _Keys.model_validate({key: value for key, value in config.items() if value is not None})
     vocab_size = keys.vocab_size or target.vocab_size
     positions = keys.max_position_embeddings or target.max_position_embeddings
     biased = any(name.endswith("q_proj.bias") for name in names)
@@ -218,7 +203,7 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
     }
     if "lm_head.weight" in names and ("norm.weight" in names or "d2t" in names):
         if keys.bias and not biased:
-            raise Contradiction("bias is true, and none of its tensors is a bias")
+            raise ValueError("bias is true, and none of its tensors is a bias")
         return Eagle3Config(
             **common,
             draft_vocab_size=keys.draft_vocab_size or vocab_size,
@@ -227,7 +212,7 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
             norm_output=keys.norm_output,
         )
     if "fc.weight" not in names:
-        raise Contradiction("its tensors are those of no drafter known here (EAGLE, EAGLE-3)")
+        raise ValueError("its tensors are those of no drafter known here (EAGLE, EAGLE-3)")
     return EagleConfig(
         **common,
         draft_vocab_size=vocab_size,
@@ -240,13 +225,13 @@ def _captured_states(keys: _Keys, layers: int) -> tuple[int, ...]:
     """The captured states in `hidden_states` numbering, from both spellings or the published default."""
     top, inner = keys.eagle_aux_hidden_state_layer_ids, keys.eagle_config.eagle_aux_hidden_state_layer_ids
     if top is not None and inner is not None and top != [each + 1 for each in inner]:
-        raise Contradiction(
+        raise ValueError(
             f"{AUX_IDS} {top} and eagle_config's {inner} name different states: the first counts hidden_states, the "
             "second layer outputs, one less"
         )
     states = top if top is not None else [each + 1 for each in inner] if inner else published_states(layers)
     if states != sorted(set(states)) or states[0] < 0 or states[-1] >= layers:
-        raise Contradiction(f"captured states {states} must ascend within 0 to {layers - 1}, the target's layers")
+        raise ValueError(f"captured states {states} must ascend within 0 to {layers - 1}, the target's layers")
     return tuple(states)
 
 

@@ -68,18 +68,15 @@ def readers(source: Source, engine: ServingEngine) -> list[ServingEngine]:
     return [engine, *others]
 
 
-def check_engine(source: Source, engine: ServingEngine) -> None:
-    """Raises UserError with every reason why the engine cannot serve the drafter, and who can."""
+def check_engine(source: Source, engine: ServingEngine, out: Path) -> None:
+    """Raises UserError with every reason why the engine cannot serve the drafter, and who can; and for a folder that
+    holds a drafter of ours, such as the exported one."""
+    if format_of(out) == "ours":
+        raise UserError(f"{out}: holds a trained drafter, which the export would replace; name another folder")
     if reasons := engine.reasons(source.shape, source.target):
         able = ", ".join(other.name for other in able_engines(source))
         instead = f"it can be exported to {able}" if able else "no engine can; draftsmith's own loop (eval/) runs it"
         raise UserError([*(f"{source.directory}: {reason}" for reason in reasons), instead])
-
-
-def check_out(out: Path) -> None:
-    """Raises UserError for an export into a folder that holds a drafter of ours, such as the exported one."""
-    if format_of(out) == "ours":
-        raise UserError(f"{out}: holds a trained drafter, which the export would replace; name another folder")
 
 
 def source_to_train(recipe: Recipe, files: TargetFiles) -> Source:
@@ -95,8 +92,7 @@ def check_export(recipe: Recipe, files: TargetFiles) -> None:
         return
     try:
         source, engine = source_to_train(recipe, files), ENGINES[recipe.export.to]
-        check_engine(source, engine)
-        check_out(recipe.export_dir(engine.name))
+        check_engine(source, engine, recipe.export_dir(engine.name))
         if engine.format == "gguf":
             llama_cpp.package()
     except UserError as error:
@@ -118,7 +114,7 @@ def export(
         beside: further files by name.
         target_gguf: the target as llama.cpp serves it; its tokenizer goes into the drafter's file.
     """
-    check_engine(source, engine)
+    check_engine(source, engine, out)
     source = unscaled(source)
     with atomic_folder(out, FILES) as unfinished:
         write_folder(source, engine, unfinished, dtype, target_gguf)
@@ -211,13 +207,7 @@ def prove(source: Source, engine: ServingEngine, folder: Path, dtype: torch.dtyp
 
 def facts(source: Source) -> SimpleNamespace:
     """As much of the target's text config as `read_foreign` asks for."""
-    shape = source.shape
-    return SimpleNamespace(
-        vocab_size=shape.vocab_size,
-        num_hidden_layers=source.target["num_layers"],
-        max_position_embeddings=shape.max_position_embeddings,
-        hidden_size=shape.hidden_size,
-    )
+    return SimpleNamespace(num_hidden_layers=source.target["num_layers"], **source.shape.to_dict())
 
 
 def differs(source: Source, back: Foreign, dtype: torch.dtype | None) -> str | None:

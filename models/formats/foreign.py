@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 
 from draftsmith.models.checkpoint import checked_shapes, provenance, save_drafter
 from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.drafters import build_drafter, kind_text
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.formats import eagle
-from draftsmith.models.formats.eagle import Contradiction
 from draftsmith.models.formats.folder import Folder
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.errors import UserError, quoted
+from draftsmith.recipes.errors import UserError, first_invalid, quoted
 from draftsmith.recipes.files.json_text import json_object
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe
@@ -61,21 +61,24 @@ def read_foreign(folder: Folder, target: Any) -> Foreign:
     """
     try:
         shape = eagle.read_config(folder.config, target, folder.tensors)
-        reads = folder.config.get("target_hidden_size") or shape.hidden_size
         for what, theirs, ours in (
-            ("reads states of width", reads, target.hidden_size),
+            (
+                "reads states of width",
+                folder.config.get("target_hidden_size") or target.hidden_size,
+                target.hidden_size,
+            ),
+            ("is of width", shape.hidden_size, target.hidden_size),
             ("vocab_size is", shape.vocab_size, target.vocab_size),
         ):
             if theirs != ours:
-                raise Contradiction(f"{what} {theirs}, the target's {ours}; name the target that it was trained for")
-        if shape.hidden_size != reads:
-            raise Contradiction(
-                f"the drafter is {shape.hidden_size} wide, the target {reads}; only drafters as wide as their "
-                "target are known here, so leave this one to a serving engine and train one of the target's width"
-            )
+                raise ValueError(
+                    f"{what} {theirs}, the target's {ours}; name the target that it was trained for. Only drafters as "
+                    "wide as their target are known here"
+                )
         return _placed(folder, shape)
-    except Contradiction as error:
-        raise UserError(f"{folder.path}: {error}") from None
+    except ValueError as error:
+        text = first_invalid(error) if isinstance(error, ValidationError) else error
+        raise UserError(f"{folder.path}: {text}") from None
 
 
 def _placed(folder: Folder, shape: DrafterConfig) -> Foreign:
@@ -84,16 +87,16 @@ def _placed(folder: Folder, shape: DrafterConfig) -> Foreign:
     names: dict[str, str] = {}
     for name, tensor in folder.tensors.items():
         if tensor.dtype not in (kinds := DTYPES_OF.get(name, FLOATS)):
-            raise Contradiction(f"{name} is of type {tensor.dtype}, not {' or '.join(map(str, kinds))}")
+            raise ValueError(f"{name} is of type {tensor.dtype}, not {' or '.join(map(str, kinds))}")
         # In the precision that it is used in: a float64 may be finite, and infinite as a float32.
         if not tensor.float().isfinite().all():
-            raise Contradiction(f"{name} holds numbers that are not finite; the checkpoint is damaged")
+            raise ValueError(f"{name} holds numbers that are not finite; the checkpoint is damaged")
     for old, new in eagle.our_names(shape, folder.tensors):
         tensor = folder.tensors[old]
         if new.endswith("o_proj.bias") and not tensor.any():
             continue  # vLLM asks for one; zeros change nothing
         if new in found and not torch.equal(found[new], tensor):
-            raise Contradiction(f"{names[new]} and {old} are two tensors for one place ({new})")
+            raise ValueError(f"{names[new]} and {old} are two tensors for one place ({new})")
         found[new], names[new] = tensor, old
     vocab, order = _vocabulary(folder.tensors, shape)
     wanted = checked_shapes(folder.path, shape, {name: list(tensor.shape) for name, tensor in folder.tensors.items()})
@@ -104,7 +107,7 @@ def _placed(folder: Folder, shape: DrafterConfig) -> Foreign:
         elif list(tensor.shape) != wanted[new]:
             problems.append(f"{names[new]} is {list(tensor.shape)}, not {wanted[new]}")
     if problems:
-        raise Contradiction("; ".join(sorted(problems)[:5]) + f"; and {len(problems) - 5} more" * (len(problems) > 5))
+        raise ValueError("; ".join(sorted(problems)[:5]) + f"; and {len(problems) - 5} more" * (len(problems) > 5))
     if order is not None:
         found["lm_head.weight"] = found["lm_head.weight"][order].contiguous()
     table = next((tensor for name, tensor in folder.tensors.items() if name.endswith(EMBEDDINGS)), None)
@@ -116,18 +119,18 @@ def _vocabulary(tensors: Mapping[str, torch.Tensor], shape: DrafterConfig) -> tu
     size, whole = shape.draft_vocab_size, shape.vocab_size
     if not shape.own_head or "d2t" not in tensors:
         if size != whole:
-            raise Contradiction(f"draft_vocab_size is {size:,} of {whole:,}, but there is no d2t")
+            raise ValueError(f"draft_vocab_size is {size:,} of {whole:,}, but there is no d2t")
         return DraftVocab.full(whole), None
     d2t = tensors["d2t"]
     if list(d2t.shape) != [size]:
-        raise Contradiction(f"d2t is of shape {list(d2t.shape)}, not {size:,} numbers")
+        raise ValueError(f"d2t is of shape {list(d2t.shape)}, not {size:,} numbers")
     ascending, order = (d2t.long() + torch.arange(size)).sort()
     try:
         vocab = DraftVocab(ascending, whole)
     except ValueError as error:
-        raise Contradiction(f"d2t must hold offsets (target = i + d2t[i]) to different tokens; {error}") from None
+        raise ValueError(f"d2t must hold offsets (target = i + d2t[i]) to different tokens; {error}") from None
     if "t2d" in tensors and not torch.equal(tensors["t2d"], vocab.t2d):
-        raise Contradiction("t2d marks other target tokens than d2t leads to")
+        raise ValueError("t2d marks other target tokens than d2t leads to")
     return vocab, None if torch.equal(order, torch.arange(size)) else order
 
 

@@ -175,13 +175,12 @@ def _interleaved(shape: DrafterConfig, name: str, weight: torch.Tensor, back: bo
 def check_fit(target: Mapping[str, Any], target_gguf: Path) -> None:
     """Raises UserError if a GGUF cannot be the drafter's target. Warns where llama.cpp may not serve the pair."""
     fields = open_gguf(target_gguf).fields
-    architecture = fields["general.architecture"].contents() if "general.architecture" in fields else None
-    block_count, width = (fields.get(f"{architecture}.{key}") for key in ("block_count", "embedding_length"))
-    tokens = fields.get("tokenizer.ggml.tokens")
+    said = {key: field.contents() for key, field in fields.items() if not key.startswith("tokenizer.")}
+    architecture = said.get("general.architecture")
     found = {
-        "num_layers": block_count and block_count.contents(),
-        "hidden_size": width and width.contents(),
-        "vocab_size": tokens and len(tokens.data),
+        "num_layers": said.get(f"{architecture}.block_count"),
+        "hidden_size": said.get(f"{architecture}.embedding_length"),
+        "vocab_size": len(fields["tokenizer.ggml.tokens"].data) if "tokenizer.ggml.tokens" in fields else None,
     }
     if wrong := [
         f"{target_gguf}: {key} is {have}, the drafter's target has {target[key]}"

@@ -154,7 +154,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({AUX: [2, 3, 99]}, "must ascend within 0 to 6"),
     ({AUX: [1, 2, 3], "eagle_config": {AUX: [1, 2, 3]}}, "name different states"),
     ({"hidden_size": None}, "hidden_size is missing"),
-    ({"hidden_size": 16, "target_hidden_size": 32}, "16 wide, the target 32; only drafters as wide"),
+    ({"hidden_size": 16, "target_hidden_size": 32}, "is of width 16, the target's 32; .* Only drafters as wide"),
     ({"target_hidden_size": 48}, "reads states of width 48, the target's 32"),
     ({"mlp_bias": True}, "mlp_bias is True"),
     ({"bias": True}, "none of its tensors is a bias"),
