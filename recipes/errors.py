@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class UserError(Exception):
@@ -33,7 +34,7 @@ def first_line(error: Exception) -> str:
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
-def first_invalid(error: ValidationError) -> str:
+def first_invalid(error: "ValidationError") -> str:
     """What is wrong with the first value that pydantic refuses."""
     first = error.errors()[0]
     given = "missing" if first["type"] == "missing" else f"{quoted(first['input'])}: {first['msg']}"
