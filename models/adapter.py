@@ -22,11 +22,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def adapter_digest(section: TargetSection) -> str | None:
-    """sha256 over the adapter's settings and weights, part of the target's identity; None: no adapter.
-
-    Raises:
-        UserError: no adapter in safetensors there.
-    """
+    """sha256 over the adapter's settings and weights, part of the target's identity; None: no adapter."""
     if section.adapter is None:
         return None
     folder = checked_folder(section.adapter)
@@ -48,21 +44,16 @@ def checked_folder(adapter: str) -> Path:
     if kind != "LORA":
         raise UserError(f"target.adapter: {adapter!r} is of type {quoted(kind)}; only LORA can be merged here")
     if not (folder / WEIGHTS).is_file():
-        pickled = (
-            " adapter_model.bin is pickled, and reading it can run code." * (folder / "adapter_model.bin").exists()
-        )
         raise UserError(
-            f"target.adapter: {adapter!r} has no {WEIGHTS}.{pickled} Save the adapter again with peft's save_pretrained"
+            f"target.adapter: {adapter!r} has no {WEIGHTS}; adapter_model.bin is pickled, and reading it can run code. "
+            "Save the adapter again with peft's save_pretrained"
         )
     return folder
 
 
 def merged(model: Any, section: TargetSection) -> Any:
-    """The causal LM with the section's adapter merged into its weights, in place; without one, unchanged.
-
-    Raises:
-        UserError: the adapter is damaged or belongs to another model, or it changes one of two tied tables.
-    """
+    """The causal LM with the section's adapter merged into its weights, in place; without one, unchanged. Raises
+    UserError for an adapter that is damaged or another model's, or that changes one of two tied tables."""
     if section.adapter is None:
         return model
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict
@@ -78,13 +69,9 @@ def merged(model: Any, section: TargetSection) -> Any:
     except (OSError, ValueError, RuntimeError, TypeError, ImportError, SafetensorError) as error:
         raise UserError(_wrong(section, first_line(error))) from error
     missing = [name for name in result.missing_keys if ".lora_" in name or ".modules_to_save." in name]
-    if missing or result.unexpected_keys:
-        text = "; ".join(
-            f"{len(names)} tensors {what}, the first is {names[0]}"
-            for what, names in (("are missing", missing), ("have no place in it", result.unexpected_keys))
-            if names
-        )
-        raise UserError(_wrong(section, text))
+    for names, what in ((missing, "are missing"), (result.unexpected_keys, "have no place in it")):
+        if names:
+            raise UserError(_wrong(section, f"{len(names)} tensors {what}, the first is {names[0]}"))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if any(isinstance(table, BaseTunerLayer) for table in (embedding, head)) and embedding.weight is head.weight:
         raise UserError(

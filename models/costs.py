@@ -1,12 +1,13 @@
 """Parameters and bytes of a run, computed from configs alone, and the device here.
 
-No weight is loaded: models are built on torch's meta device, and `Meter` also counts bytes of fake tensors. Names carry
-units; GB are 10**9 bytes. Docstrings tell exact values from assumptions.
+No weight is loaded: models are built on torch's meta device. Names carry units; GB are 10**9 bytes. Docstrings tell
+exact values from assumptions.
 """
 
 import copy
 import importlib.util
 import platform
+import re
 import shutil
 import time
 import weakref
@@ -68,12 +69,8 @@ def target_size(config: Any, section: TargetSection) -> TargetSize:
 
     Args:
         config: from AutoConfig (the whole one of a multimodal model).
-        section: `dtype`, `quantization` and `trust_remote_code` are read; its `model` is not.
-
-    Raises:
-        UserError: transformers cannot build it.
+        section: its `model` is not read.
     """
-    precision = section.quantization
     plain = copy.deepcopy(config)
     quantization = getattr(plain, "quantization_config", None)
     if quantization is not None:
@@ -90,40 +87,36 @@ def target_size(config: Any, section: TargetSection) -> TargetSize:
     named = dict(model.named_parameters())
     parameters = sum(p.numel() for p in named.values())
     experts = sum(p.numel() for name, p in named.items() if ".experts." in name)
-    embedding: Any = model.get_input_embeddings().weight  # type: ignore[union-attr]
-    head: Any = model.get_output_embeddings().weight  # type: ignore[union-attr]
+    tables: Any = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = (table.weight for table in tables)
     chosen = getattr(text, "num_experts_per_tok", None) or 0
     number = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0
-    shared = embedding.numel() if embedding is head else embedding.numel() + head.numel()
-    share = chosen / number if experts and number else 0.0
+    shared = sum({id(table): table.numel() for table in (embedding, head)}.values())
     of_text = {id(p) for p in (embedding, head, *model.get_decoder().parameters())}
     vision = sum(p.numel() for p in named.values() if id(p) not in of_text)  # runs once for each picture
-    active = parameters - vision - shared - experts + int(experts * share)
-    kept = torch_dtype(config, section.dtype)
-    layers = decoder_layers(model)
-    weight_bytes, basis = _weight_bytes(parameters, parameters - shared, kept, quantization)
+    unread = experts - int(experts * (chosen / number if number else 0.0))
+    dtype, layers, precision = torch_dtype(config, section.dtype), decoder_layers(model), section.quantization
     if precision is not None and not precision.fake:
         quantized, packed = quantized_bytes(layers, precision)
-        weight_bytes = (parameters - quantized) * kept.itemsize + packed
-        basis = f"{precision_name(precision)} in the layers, {str(kept).removeprefix('torch.')} elsewhere, exact"
+        weight_bytes = (parameters - quantized) * dtype.itemsize + packed
+        basis = f"{precision_name(precision)} in the layers, {str(dtype).removeprefix('torch.')} elsewhere, exact"
+    else:
+        weight_bytes, basis = _weight_bytes(parameters, parameters - shared, dtype, quantization)
     return TargetSize(
         parameters=parameters,
         expert_parameters=experts,
-        active_parameters=active,
+        active_parameters=parameters - vision - shared - unread,
         head_parameters=head.numel(),
         weight_bytes=weight_bytes,
         weight_basis=basis,
-        dtype=kept,
+        dtype=dtype,
         eager_attention=model.config._attn_implementation == "eager",
         layer_parameters=tuple(sum(p.numel() for p in layer.parameters()) for layer in layers),
     )
 
 
 def shared_out(size: TargetSize, processes: int) -> TargetSize:
-    """One process's share of a sharded target, with one layer gathered (train.shard_target).
-
-    Exact for plain checkpoints, apart from the buffers of collectives.
-    """
+    """One process's share of a sharded target, with one layer gathered. Exact but for the buffers of collectives."""
     unit, layers = size.weight_bytes / size.parameters, size.layer_parameters
     held = size.parameters - sum(layers) * (1 - 1 / processes) + max(layers) * (processes > 1)
     basis = f"1/{processes} of the layers; whole, the one at work and what is no layer"
@@ -158,25 +151,22 @@ def _weight_bytes(parameters: int, in_layers: int, dtype: torch.dtype, quantizat
 
 
 def target_forward_bytes(config: Any, size: TargetSize, rows: int, tokens: int, captured_layers: int) -> float:
-    """Peak of a pass over [rows, tokens] without gradients or weights: captured states and one layer's intermediates.
-
-    Assumes that the peak is one layer's attention or MLP, with all its intermediates alive at once.
-    """
-    places, unit = rows * tokens, size.dtype.itemsize
-    hidden = config.hidden_size
+    """Peak of a pass over [rows, tokens] without gradients or weights: captured states, and one layer's attention or
+    MLP, assumed to have all its intermediates alive at once."""
+    places, unit, hidden = rows * tokens, size.dtype.itemsize, config.hidden_size
     shapes = attention_shapes(config)
-    heads = max(heads for heads, _, _ in shapes)
-    attention = max((4 * heads + 4 * groups) * head_dim for heads, groups, head_dim in shapes) * unit * places
+    attention = max((4 * heads + 4 * groups) * head_dim for heads, groups, head_dim in shapes)
     # Eager attention returns its scores, so they outlive the MLP: two copies, the masked ones, and float32.
+    heads = max(heads for heads, _, _ in shapes)
     scores = rows * heads * tokens**2 * (3 * unit + 4) if size.eager_attention else 0
+    # GPT-2, OPT and others have no such key, and four times the hidden size.
+    width = getattr(config, "intermediate_size", None) or 4 * hidden
+    mlp = 3 * width
     if size.expert_parameters:
-        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        mlp = (6 * width + 2 * hidden) * (getattr(config, "num_experts_per_tok", None) or 1) * unit * places
-    else:
-        # GPT-2, OPT and others have no such key, and four times the hidden size.
-        mlp = 3 * (getattr(config, "intermediate_size", None) or 4 * hidden) * unit * places
-    residual = 4 * hidden * unit * places
-    return 2 * captured_layers * hidden * unit * places + residual + scores + max(attention, mlp)
+        width = getattr(config, "moe_intermediate_size", None) or width
+        mlp = (6 * width + 2 * hidden) * (getattr(config, "num_experts_per_tok", None) or 1)
+    residual = 4 * hidden
+    return (2 * captured_layers * hidden + residual + max(attention, mlp)) * unit * places + scores
 
 
 def attention_shapes(config: Any) -> list[tuple[int, int, int]]:
@@ -202,11 +192,7 @@ def plan_decoding(
     of_drafter: int = 0,
     not_counted: Iterable[str] = ("activations",),
 ) -> None:
-    """Adds the memory of decoding in this process to a plan.
-
-    Args:
-        rows, tokens: conversations side by side, and the length of the longest, prompt and answer.
-    """
+    """Adds the memory of decoding `rows` conversations side by side, up to `tokens` long, to a plan."""
     files.check_precision()
     size: Any = files.size
     texts = 1 if files.section.guidance is None else 2  # a guided target reads each with and without its caption
@@ -243,17 +229,12 @@ def checkpoint_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) ->
 
 
 class Meter(TorchDispatchMode):
-    """Counts bytes of all tensors created inside, real or fake, until their storage is freed: now, at the peak, and by
-    kind. Older tensors and a kernel's own workspace are not counted.
-
-    Args:
-        kind: names a new tensor by its shape and dtype, for `peak_by_kind`.
-    """
+    """Counts bytes of all tensors created inside, real or fake, until their storage is freed: at the peak, and by kind
+    (`kind` names a new tensor). Older tensors and a kernel's own workspace are not counted."""
 
     def __init__(self, kind: Callable[[torch.Tensor], str]):
         super().__init__()
         self.kind = kind
-        self.live_bytes = 0
         self.peak_bytes = 0
         self.peak_by_kind: Counter[str] = Counter()
         self._live: Counter[str] = Counter()
@@ -268,8 +249,8 @@ class Meter(TorchDispatchMode):
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._meet(tensor, tensor.untyped_storage().nbytes())
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_by_kind = self.live_bytes, self._live.copy()
+        if (live := self._live.total()) > self.peak_bytes:
+            self.peak_bytes, self.peak_by_kind = live, self._live.copy()
         return out
 
     def _meet(self, tensor: torch.Tensor, size_bytes: int) -> None:
@@ -279,19 +260,17 @@ class Meter(TorchDispatchMode):
             return
         self._known.add(key)
         kind = self.kind(tensor)
-        self.live_bytes += size_bytes
         self._live[kind] += size_bytes
         weakref.finalize(storage, self._lose, key, kind, size_bytes)
 
     def _lose(self, key: int, kind: str, size_bytes: int) -> None:
         self._known.discard(key)
-        self.live_bytes -= size_bytes
         self._live[kind] -= size_bytes
 
 
 @dataclass(frozen=True)
 class Device:
-    """The device that a run on this machine would use."""
+    """A device that a run may use."""
 
     name: str
     memory_bytes: int
@@ -313,37 +292,23 @@ def device_here(wanted: str = "auto") -> Device:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return Device(properties.name, properties.total_memory, is_cpu=False)
-    return Device(f"CPU, {threads()}", host_memory_bytes(), is_cpu=True)
+    memory, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")  # the container's, if smaller
+    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+        memory = min(memory, int(text))
+    return Device(f"CPU, {_threads()}", memory, is_cpu=True)
 
 
 def hardware(device: torch.device) -> str:
     """The machine of `device`, as text for reports."""
-    cpu = f"{cpu_name()}, {threads()}"
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
+    cpu = f"{found[1].strip() if found else platform.processor() or platform.machine()}, {_threads()}"
     return f"{torch.cuda.get_device_name(device)}; host {cpu}" if device.type == "cuda" else cpu
 
 
-def cpu_name() -> str:
-    """The processor's model where the system names it, else its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
-
-
-def threads() -> str:
-    """The number of torch's threads, as text."""
+def _threads() -> str:
     count = torch.get_num_threads()
-    return f"{count} thread{'s' if count > 1 else ''}"
-
-
-def host_memory_bytes() -> int:
-    """Memory of this machine, or the container's limit if that is smaller."""
-    whole = psutil.virtual_memory().total
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return min(whole, int(text)) if text.isdecimal() else whole
+    return f"{count} thread{'s' * (count > 1)}"
 
 
 def matmul_flops_per_second(rows: int, width: int, dtype: torch.dtype, seconds: float = 0.3) -> float:
@@ -357,14 +322,13 @@ def matmul_flops_per_second(rows: int, width: int, dtype: torch.dtype, seconds: 
 
 
 def gigabytes(count: float) -> str:
-    """Bytes with a suitable unit: 12 MB, 1.3 GB, 142 GB."""
+    """12 MB, 1.3 GB, 142 GB."""
     if count < 1e9:
         return f"{count / 1e6:,.0f} MB" if count >= 10e6 else f"{count / 1e6:,.1f} MB"
     return f"{count / 1e9:,.0f} GB" if count >= 100e9 else f"{count / 1e9:,.1f} GB"
 
 
 def duration(seconds: float) -> str:
-    """Seconds with a suitable unit."""
     for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"

@@ -7,7 +7,7 @@ import torch
 
 
 def tensor_digest(tensor: torch.Tensor, rows: int = 4096) -> str:
-    """sha256 over at most `rows` evenly spaced rows of a matrix, in bfloat16: equal for every loading precision."""
+    """sha256 over at most `rows` evenly spaced rows of a matrix, in bfloat16."""
     chosen = torch.linspace(0, len(tensor) - 1, min(rows, len(tensor)), dtype=torch.float64).round().long()
     values = tensor.detach()[chosen.to(tensor.device)].to(torch.bfloat16).cpu().contiguous()
     return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -109,11 +109,6 @@ class DrafterConfig:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"capture_layers": list(self.capture_layers)}
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        shape: dict[str, Any] = {**values, "capture_layers": tuple(values["capture_layers"])}
-        return cls(**shape)
-
 
 class DraftLayer(nn.Module):
     """A decoder layer with attention over inputs of width `input_size`, which `enter` prepares."""

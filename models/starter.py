@@ -14,7 +14,6 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -57,11 +56,7 @@ def main() -> None:
 
 
 def starter_recipe(model: str, prompts: str, path: Path) -> str:
-    """The text of a recipe that trains an EAGLE-3.1 drafter for `model`.
-
-    Args:
-        prompts: data.prompts.
-        path: of the recipe; its name is that of the output folder, too.
+    """The text of a recipe at `path` that trains an EAGLE-3.1 drafter for `model`; the output folder has its name.
 
     Raises:
         UserError: no such model, or an unsupported one.
@@ -76,8 +71,7 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
     section = TargetSection(model=model)
     files = TargetFiles.read(section)
     text, positions = files.text_config, files.positions
-    vocabulary, hidden = text.vocab_size, text.hidden_size
-    depth = text.num_hidden_layers
+    vocabulary, hidden, depth = text.vocab_size, text.hidden_size, text.num_hidden_layers
     shallow = depth < 7
     layers = shallow_capture_layers(depth) if shallow else default_capture_layers(depth)
 
@@ -96,9 +90,11 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
     small = hidden < 1024
     template = str(files.tokenizer.chat_template)
     switch = next((switch for switch in THINKING_SWITCHES if re.search(rf"\b{switch}\b", template)), None)
+    parameters = files.size.parameters
+    count = f"{parameters / 1e9:.3g} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
     own = prompts != PROMPTS
     lines = f"""\
-# EAGLE-3.1 for {model}: {_count(files.size.parameters)} parameters, {depth} layers of width {hidden:,},
+# EAGLE-3.1 for {model}: {count} parameters, {depth} layers of width {hidden:,},
 # {vocabulary:,} tokens, {positions:,} positions. Written by `draftsmith init`. The numbers are a starting point, not a
 # result: docs/recipes.md explains them, recipes/sections/ lists every key.
 #
@@ -167,13 +163,6 @@ def _rate(hidden: int) -> str:
     return f"{found:.0e}".replace("e-0", "e-")
 
 
-def _count(number: int) -> str:
-    for unit, factor in (("B", 1e9), ("M", 1e6)):
-        if number >= factor:
-            return f"{number / factor:.3g} {unit}"
-    return f"{number:,}"
-
-
-def _scalar(value: Any) -> str:
+def _scalar(value: str) -> str:
     """`value` as YAML, quoted where it must be."""
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")

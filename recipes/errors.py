@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class UserError(Exception):
@@ -29,6 +32,13 @@ def first_line(error: Exception) -> str:
     """The first line of another library's error message; two if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def first_invalid(error: "ValidationError") -> str:
+    """What is wrong with the first value that pydantic refuses."""
+    first = error.errors()[0]
+    given = "missing" if first["type"] == "missing" else f"{quoted(first['input'])}: {first['msg']}"
+    return f"{'.'.join(map(str, first['loc']))} is {given}"
 
 
 def quoted(value: Any, most: int = 200) -> str:

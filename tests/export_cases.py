@@ -1,5 +1,6 @@
 """A target on disk, trained drafters of every kind for it, and a foreign folder as its publishers write it."""
 
+import copy
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -10,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from draftsmith.models.checkpoint import save_drafter
-from draftsmith.models.drafter_base import Drafter
+from draftsmith.models.draft_tree import Committed
+from draftsmith.models.drafter_base import Drafter, DrafterConfig
 from draftsmith.models.drafters import build_drafter, config_class
-from draftsmith.models.feature_drafter import FeatureDrafter
+from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.formats.exporting import Source
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
@@ -86,6 +88,32 @@ def trained(directory: Path, target_dir: Path | str, drafter: Drafter, **overrid
     made = {"versions": {"draftsmith": "0"}, "command": ["draftsmith train", "x.yaml"], "data": {}}
     save_drafter(directory, drafter, identity, "", made)
     return Source.read(directory)
+
+
+PROMPT, CHAIN = [11, 12, 13, 14], [7, 21, 22, 23, 24]
+
+
+@torch.no_grad()
+def distributions(drafter: FeatureDrafter, target: Target, cut: DraftVocab | None = None) -> torch.Tensor:
+    """[5, Vd] log-probabilities of a drafter along CHAIN behind PROMPT, after each of its tokens."""
+    captured = target.states(torch.tensor([PROMPT]), drafter.config.capture_layers).captured
+    embedder = copy.copy(target)
+    embedder.embedding_scale = drafter.config.embedding_scale
+    drafting = FeatureDrafting(drafter, cut)
+    drafting.set_rows([], 1)
+    drafting.observe(Committed(embedder, [[*PROMPT, CHAIN[0]]], captured, [len(PROMPT)]))
+    said = [drafting.root_log_probs()[0]]
+    for depth, token in enumerate(CHAIN[1:], start=1):
+        said.append(drafting.expand(torch.tensor([[depth - 1]]), torch.tensor([[token]]), depth)[0, 0])
+    return torch.stack(said)
+
+
+def drafted(shape: DrafterConfig, tensors: Tensors) -> torch.Tensor:
+    """`distributions` of a drafter with these weights, for the tiny target."""
+    target, vocab = target_of(), DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"])
+    drafter: Any = build_drafter(shape, vocab, target.frozen_head)
+    drafter.load_state_dict(tensors)
+    return distributions(drafter, target)
 
 
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "hidden_act": "silu"}

@@ -49,26 +49,20 @@ def own_contenders(measured: dict[str, Any]) -> list[str]:
 
 
 def measurement_files(source: Source, measured: dict[str, Any] | None) -> dict[str, str | bytes]:
-    """What a measurement adds to an export, by file name."""
+    """What a measurement adds to an export, by file name.
+
+    speculation_profile.json: for each way to draft and each benchmark, how often each position was accepted.
+    """
     if measured is None:
         return {}
-    return {
-        "speculation_profile.json": json.dumps(profile(source, measured), indent=2) + "\n",
-        PICTURE: picture(source, measured),
-    }
-
-
-def profile(source: Source, measured: dict[str, Any]) -> dict[str, Any]:
-    """speculation_profile.json: for each way to draft and each benchmark, how often each position was accepted."""
-    keys = ("prompts", "rounds", "new_tokens", "tau", "tau_interval", "acceptance_by_position")
-    keys = (*keys, "acceptance_by_position_interval", "accepted_per_round")
-    return {
+    keys = ("prompts", "rounds", "new_tokens", "tau", "tau_interval", KEY, f"{KEY}_interval", "accepted_per_round")
+    profile = {
         "target": source.target_name,
         "drafter": kind_text(source.shape),
         "sampling": {key: measured[key] for key in ("temperature", "top_p", "top_k", "max_new_tokens")},
         "lossless": measured["lossless"],
         "date": measured["made"]["date"],
-        "acceptance_by_position": "conditional: of the rounds that accepted all earlier positions",
+        KEY: "conditional: of the rounds that accepted all earlier positions",
         "drafts": {
             name: {
                 "tree": measured["contenders"][name]["tree"],
@@ -80,6 +74,7 @@ def profile(source: Source, measured: dict[str, Any]) -> dict[str, Any]:
             for name in own_contenders(measured)
         },
     }
+    return {"speculation_profile.json": json.dumps(profile, indent=2) + "\n", PICTURE: picture(measured)}
 
 
 def served_target(source: Source, name: str) -> str:
@@ -87,8 +82,8 @@ def served_target(source: Source, name: str) -> str:
     return MERGED if source.target.get("adapter") else name
 
 
-def before_serving(source: Source, name: str) -> str | None:
-    """What an engine must be told about a target with an adapter or guidance; None: nothing."""
+def before_serving(source: Source, name: str) -> str:
+    """What an engine must be told about a target with an adapter or guidance; else empty."""
     cautions = []
     if source.target.get("adapter"):
         cautions.append(
@@ -102,7 +97,7 @@ def before_serving(source: Source, name: str) -> str | None:
             f"The drafter was trained for answers of {name} under classifier-free guidance ({guidance}). This folder "
             "cannot ask for it: an engine that does not guide alike accepts fewer drafted tokens."
         )
-    return " ".join(cautions) or None
+    return " ".join(cautions)
 
 
 def card(
@@ -127,7 +122,6 @@ def card(
     name = source.target_name if pushed else target["model"]
     made = parse_json((source.directory / "provenance.json").read_bytes())
     weights = next(tensor.dtype for tensor in source.tensors.values() if tensor.is_floating_point())
-    states = ", ".join(map(str, shape.capture_layers)) if shape.fuses else None
     adapter, quantization, revision = (target.get(key) for key in ("adapter", "quantization", "revision"))
     facts = {
         "target": f"`{name}`" + (f", revision `{revision}`" if revision else ""),
@@ -136,13 +130,10 @@ def card(
         "kind": f"{kind_text(shape)}, {shape.num_layers} layer" + "s" * (shape.num_layers > 1),
         "parameters": f"{trainable_parameters(shape):,}, trained in {str(weights).removeprefix('torch.')}",
         "draft vocabulary": f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens",
-        "target states": states and f"{states} of `hidden_states` (0 is the embedding)",
+        "target states": shape.fuses and f"{str(shape.capture_layers)[1:-1]} of `hidden_states` (0 is the embedding)",
     }
-    origin = {"with": ", ".join(f"{key} {value}" for key, value in made["versions"].items())}
-    if made.get("command"):
-        origin["command"] = f"`{' '.join(made['command'])}`"
-    for key, entry in made.get("data", {}).items():
-        origin[f"{key} (`{entry['file']}`)"] = f"sha256 `{entry['sha256']}`"
+    versions = ", ".join(f"{key} {value}" for key, value in made["versions"].items())
+    data = {f"{key} (`{entry['file']}`)": f"sha256 `{entry['sha256']}`" for key, entry in made["data"].items()}
     served = served_target(source, name)
     rendered = ModelCard.from_template(
         ModelCardData(
@@ -164,7 +155,7 @@ def card(
         picture=PICTURE,
         again=f"draftsmith evaluate {recipe_path or f'your-recipe.yaml eval.drafter={folder_name}'}",
         commands=[(engine.title, engine.command(shape, served, folder_name)) for engine in engines],
-        made=origin,
+        made={"with": versions, "command": f"`{' '.join(made['command'])}`", **data},
     )
     return str(rendered)
 
@@ -175,8 +166,8 @@ def _rows(measured: dict[str, Any]) -> list[list[str]]:
         for benchmark, contenders in measured["benchmarks"].items():
             row = contenders[name]
             speed = "" if row.get("speedup") is None else f"{row['speedup']:.2f}"
-            numbers = [f"{row['tau']:.2f}", _interval(row["tau_interval"])]
-            rows.append([name, benchmark, str(row["prompts"]), *numbers, speed, _interval(row.get("speedup_interval"))])
+            tau, intervals = f"{row['tau']:.2f}", [_interval(row.get(f"{key}_interval")) for key in ("tau", "speedup")]
+            rows.append([name, benchmark, str(row["prompts"]), tau, intervals[0], speed, intervals[1]])
     return rows
 
 
@@ -185,7 +176,7 @@ def _interval(ends: list[float] | None) -> str:
     return "" if ends is None else f"[{ends[0]:.2f}, {ends[1]:.2f}]"
 
 
-def picture(source: Source, measured: dict[str, Any]) -> bytes:
+def picture(measured: dict[str, Any]) -> bytes:
     """PNG: how often the target accepts the drafted token of each position, one line a way to draft, with intervals."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -1,4 +1,4 @@
-"""The EAGLE format, which most engines read: config keys and tensor names of published EAGLE and EAGLE-3 checkpoints.
+"""The EAGLE format, which most engines read, as in published EAGLE and EAGLE-3 checkpoints; and speculators'.
 
     ours                       EAGLE-3                         EAGLE-1/2, HASS
     midlayer.*, layers.1.*     midlayer.* (or layers.0.*)      layers.0.*, layers.1.*
@@ -13,16 +13,19 @@ layer k - 1:
                   embedding -> layer 0 -> layer 1 -> layer 2
     layer outputs                 0          1          2        eagle_config's list of that name (SGLang, TensorRT-LLM)
 
-A config says both, and `read_config` refuses one whose lists contradict each other. Rotary base and scaling stand in
-the spellings of transformers 4 (rope_theta, rope_scaling) and 5 (rope_parameters).
+A config says both. Rotary base and scaling stand in the spellings of transformers 4 (rope_theta, rope_scaling) and 5
+(rope_parameters).
+
+Speculators' config.json has the decoder's config under transformer_layer_config, and how to propose, for which
+verifier, under speculators_config; model.safetensors has layers.0.* for midlayer.*, and the target's embeddings. Its
+versions differ in defaults, so every key is written out: vLLM takes norm_before_residual as true where it is absent.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
-from transformers.activations import ACT2FN
+from pydantic import BaseModel, Field
 
 from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.eagle import EagleConfig
@@ -31,37 +34,28 @@ from draftsmith.models.rotation import checked_rotation
 from draftsmith.recipes.errors import quoted
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-# Keys for which another value than this one changes the arithmetic in a way that no drafter here has.
-FIXED = {
-    "norm_before_residual": False,
-    "norm_before_fc": False,
-    "mlp_bias": False,
-    "use_aux_hidden_state": True,
-    "logit_scale": 1.0,
-    "parallel_drafting": False,
-    "partial_rotary_factor": 1.0,
-}
 WEIGHTLESS = ("d2t", "t2d")
+SPECULATORS_VERSION = "0.9.0"  # of the package that was followed
+SHAPE_KEYS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "hidden_act", "vocab_size", "max_position_embeddings", "rms_norm_eps"),
+)
+LAYER_KEYS = (*SHAPE_KEYS, "rope_parameters", "attention_bias", "mlp_bias", "tie_word_embeddings", "model_type")
+OWN_KEYS = (
+    *("dtype", "draft_vocab_size", "target_hidden_size", AUX_IDS),
+    *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+)
 
 
 def eagle_config(shape: DrafterConfig, architecture: str, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of a drafter in this format. It holds no null: engines read a null as a value."""
-    rope = shape.rope_parameters
+    rope, values = shape.rope_parameters, shape.to_dict() | {"num_hidden_layers": shape.num_layers}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     config: dict[str, Any] = {
         "architectures": [architecture],
         "model_type": "llama",
         "dtype": str(dtype).removeprefix("torch."),
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": shape.hidden_act,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "rms_norm_eps": shape.rms_norm_eps,
+        **{key: values[key] for key in SHAPE_KEYS},
         "rope_theta": rope["rope_theta"],
         "rope_parameters": rope,
         "attention_bias": shape.attention_bias,
@@ -93,28 +87,52 @@ def eagle_config(shape: DrafterConfig, architecture: str, dtype: torch.dtype) ->
     }
 
 
-def tensors_of(shape: DrafterConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A drafter's tensors by the names of this format, which are ours."""
-    whole = shape.draft_vocab_size == shape.vocab_size
-    return {name: tensor for name, tensor in tensors.items() if not (whole and name in WEIGHTLESS)}
-
-
-class Contradiction(ValueError):
-    """What cannot be read in a foreign config; the message names the key."""
+def speculators_config(
+    shape: DrafterConfig, dtype: torch.dtype, verifier: str, architectures: list[str]
+) -> dict[str, Any]:
+    """config.json of an EAGLE-3 drafter in the speculators format, with name and architectures of its target."""
+    plain = eagle_config(shape, "Eagle3DraftModel", dtype)
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 4, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "architectures": plain["architectures"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_VERSION,
+        **{key: plain[key] for key in OWN_KEYS},
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier, "architectures": architectures},
+        },
+        "transformer_layer_config": {key: plain[key] for key in LAYER_KEYS},
+    }
 
 
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+One = Annotated[float, Field(ge=1, le=1)]
 Number = Annotated[float, Field(gt=0, lt=1e30)]
 States = Annotated[list[int], Field(min_length=1)]
 
 
 class _Nested(BaseModel, strict=True):
     eagle_aux_hidden_state_layer_ids: States | None = None
+    use_aux_hidden_state: Literal[True] | None = None
+    norm_before_fc: Literal[False] | None = None
 
 
 class _Keys(BaseModel, strict=True):
-    """What a foreign config says; keys that are not listed here change nothing (`FIXED`: if they have one value)."""
+    """What a foreign config says. Keys that are not listed here change nothing; another value than that of a key with
+    a single one changes the arithmetic in a way that no drafter here has."""
 
+    norm_before_residual: Literal[False] = False
+    norm_before_fc: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    use_aux_hidden_state: Literal[True] = True
+    parallel_drafting: Literal[False] = False
+    logit_scale: One = 1.0
+    partial_rotary_factor: One = 1.0
     hidden_size: Size
     intermediate_size: Size
     num_attention_heads: Size
@@ -135,57 +153,37 @@ class _Keys(BaseModel, strict=True):
     eagle_aux_hidden_state_layer_ids: States | None = None
     eagle_config: _Nested = _Nested()
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "_Keys":
-        """Nulls count as absent."""
-        try:
-            return cls.model_validate({key: value for key, value in config.items() if value is not None})
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            given = "missing" if first["type"] == "missing" else f"{quoted(first['input'])}: {first['msg']}"
-            raise Contradiction(f"{key} is {given}") from None
-
     def rotation(self, positions: int) -> dict[str, Any]:
         """In transformers 5's spelling. Published EAGLE configs without a base mean 10000."""
         given, scaling, theta = self.rope_parameters, self.rope_scaling, self.rope_theta
-        if given is not None and theta is not None and given.get("rope_theta", theta) != theta:
-            raise Contradiction(
-                f"rope_theta is {theta}, rope_parameters says {quoted(given['rope_theta'])}; which base was it trained "
-                "with?"
-            )
-        if given is not None and scaling and scaling_of(given) != scaling_of(scaling):
-            raise Contradiction(
-                f"rope_scaling is {quoted(scaling)}, rope_parameters says {quoted(given)}; which was it trained with?"
+        if given is not None and (
+            (theta is not None and given.get("rope_theta", theta) != theta)
+            or (scaling and _scaling_of(given) != _scaling_of(scaling))
+        ):
+            raise ValueError(
+                f"rope_parameters is {quoted(given)}, rope_theta {theta} and rope_scaling {quoted(scaling)}; which was "
+                "it trained with?"
             )
         rope = dict(scaling if given is None else given)
         rope.setdefault("rope_type", rope.pop("type", "default"))
         rope.setdefault("rope_theta", theta or 10000.0)
-        try:
-            return checked_rotation(rope, positions)
-        except ValueError as error:
-            raise Contradiction(f"rotary embedding: {error}") from None
+        return checked_rotation(rope, positions)
 
 
 def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]) -> DrafterConfig:
-    """The shape of a published drafter.
+    """The shape of a published drafter, in either format. Raises ValueError for what no drafter here has.
 
     Args:
         config: its config.json; target: the target's text config, for what the file leaves to it.
         names: its tensors, which decide between EAGLE-1 and EAGLE-3 and about biases.
-
-    Raises:
-        Contradiction: an unknown kind, a key of another type, or arithmetic that no drafter here has.
     """
-    keys = _Keys.of(config)
-    for key, wanted in FIXED.items():
-        for where, values in (("", config), ("eagle_config.", config.get("eagle_config") or {})):
-            if (given := values.get(key)) not in (None, wanted):
-                raise Contradiction(f"{where}{key} is {quoted(given)}; drafters here know {wanted} alone")
-    if strange := [name for name in names if ".q_norm." in name or ".k_norm." in name or name == "mask_hidden"]:
-        raise Contradiction(f"it has {strange[0]}, which drafters here do not know")
-    if keys.hidden_act not in ACT2FN:
-        raise Contradiction(f"hidden_act is {quoted(keys.hidden_act)}, not the name of an activation")
+    if "speculators_model_type" in config or "transformer_layer_config" in config:
+        layer, kind = config.get("transformer_layer_config"), config.get("speculators_model_type", "eagle3")
+        if kind != "eagle3" or not isinstance(layer, dict):
+            raise ValueError(f"a speculators model of type {quoted(kind)}; only eagle3 is known here")
+        own = {key: value for key, value in config.items() if key != "vocab_size"}
+        config = {"norm_before_residual": True} | layer | own  # the package's default, which no drafter here has
+    keys = _Keys.model_validate({key: value for key, value in config.items() if value is not None})
     vocab_size = keys.vocab_size or target.vocab_size
     positions = keys.max_position_embeddings or target.max_position_embeddings
     biased = any(name.endswith("q_proj.bias") for name in names)
@@ -205,7 +203,7 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
     }
     if "lm_head.weight" in names and ("norm.weight" in names or "d2t" in names):
         if keys.bias and not biased:
-            raise Contradiction("bias is true, and none of its tensors is a bias")
+            raise ValueError("bias is true, and none of its tensors is a bias")
         return Eagle3Config(
             **common,
             draft_vocab_size=keys.draft_vocab_size or vocab_size,
@@ -214,7 +212,7 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
             norm_output=keys.norm_output,
         )
     if "fc.weight" not in names:
-        raise Contradiction("its tensors are those of no drafter known here (EAGLE, EAGLE-3)")
+        raise ValueError("its tensors are those of no drafter known here (EAGLE, EAGLE-3)")
     return EagleConfig(
         **common,
         draft_vocab_size=vocab_size,
@@ -227,13 +225,13 @@ def _captured_states(keys: _Keys, layers: int) -> tuple[int, ...]:
     """The captured states in `hidden_states` numbering, from both spellings or the published default."""
     top, inner = keys.eagle_aux_hidden_state_layer_ids, keys.eagle_config.eagle_aux_hidden_state_layer_ids
     if top is not None and inner is not None and top != [each + 1 for each in inner]:
-        raise Contradiction(
+        raise ValueError(
             f"{AUX_IDS} {top} and eagle_config's {inner} name different states: the first counts hidden_states, the "
             "second layer outputs, one less"
         )
     states = top if top is not None else [each + 1 for each in inner] if inner else published_states(layers)
     if states != sorted(set(states)) or states[0] < 0 or states[-1] >= layers:
-        raise Contradiction(f"captured states {states} must ascend within 0 to {layers - 1}, the target's layers")
+        raise ValueError(f"captured states {states} must ascend within 0 to {layers - 1}, the target's layers")
     return tuple(states)
 
 
@@ -242,7 +240,7 @@ def published_states(layers: int) -> list[int]:
     return [2, layers // 2, layers - 3]
 
 
-def scaling_of(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _scaling_of(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Kind and settings of a rotary scaling, without the base, by transformers 5's names."""
     kept = {"rope_type" if key == "type" else key: value for key, value in rope.items() if value is not None}
     kept.pop("rope_theta", None)

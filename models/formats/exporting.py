@@ -1,6 +1,6 @@
 """Writes a drafter as a folder that an engine serves, and proves it before the folder gets its name.
 
-checkpoint --write_folder--> <out>.partial --follow the engine's loader, read back, compare logits--> <out>
+checkpoint --write_folder--> <out>.partial --read back, every tensor and setting compared--> <out>
 """
 
 import json
@@ -18,17 +18,10 @@ from draftsmith.models.digests import tensor_digest
 from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.drafters import KINDS
 from draftsmith.models.eagle3 import Eagle3Config
-from draftsmith.models.formats import eagle, gguf_file, speculators
-from draftsmith.models.formats.engines import ENGINES, ServingEngine, problems
+from draftsmith.models.formats import eagle, llama_cpp
+from draftsmith.models.formats.engines import ENGINES, ServingEngine
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.foreign import (
-    Foreign,
-    probe_head,
-    probe_log_probs,
-    read_foreign,
-    reading_scaled,
-)
-from draftsmith.models.formats.importing import is_ours
+from draftsmith.models.formats.foreign import EMBEDDINGS, Foreign, format_of, read_foreign, reading_scaled
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -36,9 +29,8 @@ from draftsmith.recipes.files.atomic import atomic_folder
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.target import TargetSection
 
-FILES = ("config.json", "model.safetensors", gguf_file.NAME, "README.md", "speculation_profile.json", "acceptance.png")
-EMBEDDINGS = "embed_tokens.weight"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FILES = ("config.json", "model.safetensors", llama_cpp.DRAFTER)
+FILES += ("README.md", "speculation_profile.json", "acceptance.png")
 
 
 @dataclass(frozen=True)
@@ -71,32 +63,24 @@ def able_engines(source: Source) -> list[ServingEngine]:
 
 def readers(source: Source, engine: ServingEngine) -> list[ServingEngine]:
     """The engines that serve what is exported to `engine`, which comes first: those that know it by the same name."""
-    same = engine.architecture(source.shape)
-    others = [each for each in able_engines(source) if each.architecture(source.shape) == same]
-    return [engine, *(other for other in others if other is not engine)]
+    name = engine.architecture(source.shape)
+    others = [each for each in able_engines(source) if each is not engine and each.architecture(source.shape) == name]
+    return [engine, *others]
 
 
-def check_engine(source: Source, engine: ServingEngine) -> None:
-    """Raises UserError with every reason why the engine cannot serve the drafter, and who can."""
-    reasons = engine.reasons(source.shape, source.target)
-    if reasons:
+def check_engine(source: Source, engine: ServingEngine, out: Path) -> None:
+    """Raises UserError with every reason why the engine cannot serve the drafter, and who can; and for a folder that
+    holds a drafter of ours, such as the exported one."""
+    if format_of(out) == "ours":
+        raise UserError(f"{out}: holds a trained drafter, which the export would replace; name another folder")
+    if reasons := engine.reasons(source.shape, source.target):
         able = ", ".join(other.name for other in able_engines(source))
         instead = f"it can be exported to {able}" if able else "no engine can; draftsmith's own loop (eval/) runs it"
         raise UserError([*(f"{source.directory}: {reason}" for reason in reasons), instead])
 
 
-def check_out(out: Path, directory: Path) -> None:
-    """Raises UserError for an export into a folder that holds a drafter of ours, such as the exported one."""
-    if out.resolve() == directory.resolve() or is_ours(out):
-        raise UserError(f"{out}: holds a trained drafter, which the export would replace; name another folder")
-
-
 def source_to_train(recipe: Recipe, files: TargetFiles) -> Source:
-    """The drafter that the recipe will train, without weights.
-
-    Raises:
-        UserError: it is not possible for the target.
-    """
+    """The drafter that the recipe will train, without weights. Raises UserError if the target cannot have it."""
     shape = replace(shape_of_run(recipe, files), embedding_scale=files.planned_embedding_scale)
     target = {"model": recipe.target.model, "num_layers": files.text_config.num_hidden_layers}
     return Source(recipe.drafter_dir, shape, target, DraftVocab.full(shape.vocab_size), {})
@@ -108,10 +92,9 @@ def check_export(recipe: Recipe, files: TargetFiles) -> None:
         return
     try:
         source, engine = source_to_train(recipe, files), ENGINES[recipe.export.to]
-        check_engine(source, engine)
-        check_out(recipe.export_dir(engine.name), source.directory)
+        check_engine(source, engine, recipe.export_dir(engine.name))
         if engine.format == "gguf":
-            gguf_file.package()
+            llama_cpp.package()
     except UserError as error:
         raise UserError([f"export.to: {problem}" for problem in error.problems]) from None
 
@@ -124,17 +107,14 @@ def export(
     beside: Mapping[str, str | bytes],
     target_gguf: Path | None = None,
 ) -> None:
-    """Writes the folder.
+    """Writes the folder. Raises UserError if the engine cannot serve the drafter, or the folder reads back as another.
 
     Args:
         dtype: of the weights; None: as trained.
         beside: further files by name.
         target_gguf: the target as llama.cpp serves it; its tokenizer goes into the drafter's file.
-
-    Raises:
-        UserError: the engine cannot serve the drafter, or would read the folder otherwise than it is meant.
     """
-    check_engine(source, engine)
+    check_engine(source, engine, out)
     source = unscaled(source)
     with atomic_folder(out, FILES) as unfinished:
         write_folder(source, engine, unfinished, dtype, target_gguf)
@@ -147,9 +127,6 @@ def unscaled(source: Source) -> Source:
     """An equal drafter that reads the target's embeddings without their scale, as engines give them.
 
     With fc_norm, no weights make up for it (`foreign.reading_scaled`); then the file gets a scaled table.
-
-    Raises:
-        UserError: the table is needed and not there.
     """
     scale = source.shape.embedding_scale
     if scale == 1:
@@ -166,33 +143,26 @@ def write_folder(
     source: Source, engine: ServingEngine, folder: Path, dtype: torch.dtype | None, target_gguf: Path | None = None
 ) -> None:
     """config.json and model.safetensors, or drafter.gguf, in the engine's spelling."""
+    shape, target = source.shape, source.target
     tensors = {name: _as(dtype, tensor) for name, tensor in engine_tensors(source, engine).items()}
     if engine.format == "gguf":
-        return gguf_file.write_gguf(folder / gguf_file.NAME, source.shape, source.vocab, tensors, target_gguf)
+        return llama_cpp.write_gguf(folder / llama_cpp.DRAFTER, shape, source.vocab, tensors, target_gguf)
     stored = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     if engine.format == "speculators":
-        assert isinstance(source.shape, Eagle3Config)
-        architectures = source.target.get("layout", {}).get("architectures", [])
-        config = speculators.speculators_config(source.shape, stored, source.target["model"], architectures)
-        tensors = speculators.names_of(tensors)
+        config = eagle.speculators_config(shape, stored, target["model"], target["layout"]["architectures"])
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     else:
-        architecture, engine_config = engine.architecture(source.shape), KINDS[type(source.shape)].engine_config
+        architecture, engine_config = engine.architecture(shape), KINDS[type(shape)].engine_config
         assert architecture is not None and engine_config is not None  # `check_engine` sees to it
-        config = engine_config(source.shape, architecture, stored)
+        config = engine_config(shape, architecture, stored)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def target_embeddings(target: Mapping[str, Any]) -> torch.Tensor:
-    """The target's embedding table, alone, from its checkpoint on disk or on the Hub.
-
-    Args:
-        target: identity and layout, from a drafter's config.json.
-
-    Raises:
-        UserError: the target is not there, or its table is not the one that the drafter was trained with.
-    """
-    model, wanted = target["model"], target.get("layout", {}).get("embeddings", "model.embed_tokens.weight")
+    """The target's embedding table, alone, from its checkpoint on disk or on the Hub; `target` is from a drafter's
+    config.json. Raises UserError if it is not the table that the drafter was trained with."""
+    model, wanted = target["model"], target["layout"]["embeddings"]
     table = TargetFiles(TargetSection(model=model, revision=target.get("revision"))).tensor(wanted)
     if tensor_digest(table) != target["embedding_digest"]:
         raise UserError(
@@ -202,76 +172,58 @@ def target_embeddings(target: Mapping[str, Any]) -> torch.Tensor:
 
 
 def engine_tensors(source: Source, engine: ServingEngine) -> dict[str, torch.Tensor]:
-    """The drafter's tensors, with those added that engines ask for and that change nothing.
+    """The drafter's tensors by the EAGLE format's names, with those added that engines ask for and that change nothing.
 
     vLLM's layers above the first norm their input with `input_layernorm`, SGLang's with `hidden_norm`; the other one is
     loaded and not used. vLLM's attention_bias covers o_proj. SGLang's EAGLE-1 has a bias in fc. Speculators keeps the
     target's embeddings in the file.
     """
-    tensors = eagle.tensors_of(source.shape, source.tensors)
-    hidden = source.shape.hidden_size
-    if isinstance(source.shape, Eagle3Config) and engine.name in ("vllm", "sglang"):
-        for i in range(1, source.shape.num_layers):
+    shape, tensors = source.shape, dict(source.tensors)
+    if source.vocab.is_full:
+        for name in eagle.WEIGHTLESS:
+            del tensors[name]
+    if isinstance(shape, Eagle3Config) and engine.name in ("vllm", "sglang"):
+        for i in range(1, shape.num_layers):
             tensors[f"layers.{i}.hidden_norm.weight"] = tensors[f"layers.{i}.input_layernorm.weight"].clone()
-    if source.shape.attention_bias and engine.name == "vllm":
+    if shape.attention_bias and engine.name == "vllm":
         for name in [name for name in tensors if name.endswith(".o_proj.weight")]:
-            tensors[name.replace(".weight", ".bias")] = tensors[name].new_zeros(hidden)
+            tensors[name.replace(".weight", ".bias")] = tensors[name].new_zeros(shape.hidden_size)
     if engine.name == "speculators" and EMBEDDINGS not in tensors:  # left out, it stays uninitialised memory there
         tensors[EMBEDDINGS] = target_embeddings(source.target).to(tensors["fc.weight"].dtype)
-    if engine.name == "sglang" and "fc.bias" not in tensors and not source.shape.own_head:
-        tensors["fc.bias"] = tensors["fc.weight"].new_zeros(hidden)
+    if engine.name == "sglang" and "fc.bias" not in tensors and not shape.own_head:
+        tensors["fc.bias"] = tensors["fc.weight"].new_zeros(shape.hidden_size)
     return tensors
 
 
 def prove(source: Source, engine: ServingEngine, folder: Path, dtype: torch.dtype | None) -> None:
-    """Follows the engine's loader over the folder, reads it back and compares log-probabilities along a chain.
-
-    Raises:
-        UserError: the engine would read another drafter, or the folder reads back as one.
-    """
-    is_gguf = engine.format == "gguf"
-    found = gguf_file.read_gguf(folder / gguf_file.NAME) if is_gguf else read_folder(folder)
-    if wrong := problems(engine, found, source.shape):
-        raise UserError([f"{folder}: {engine.title} would read another drafter: {each}" for each in wrong])
-    back = gguf_file.read_back(found, source.shape) if is_gguf else read_foreign(found, facts(source))
+    """Raises UserError unless the folder reads back as the source: same settings, every tensor bit for bit."""
+    if engine.format == "gguf":
+        back = llama_cpp.read_gguf(folder / llama_cpp.DRAFTER, source.shape)
+    else:
+        back = read_foreign(read_folder(folder), facts(source))
     if difference := differs(source, back, dtype):
         raise UserError(f"{folder}: reads back as another drafter ({difference}); please report this as a defect")
 
 
 def facts(source: Source) -> SimpleNamespace:
     """As much of the target's text config as `read_foreign` asks for."""
-    shape = source.shape
-    return SimpleNamespace(
-        vocab_size=shape.vocab_size,
-        num_hidden_layers=source.target["num_layers"],
-        max_position_embeddings=shape.max_position_embeddings,
-        hidden_size=shape.hidden_size,
-    )
+    return SimpleNamespace(num_hidden_layers=source.target["num_layers"], **source.shape.to_dict())
 
 
 def differs(source: Source, back: Foreign, dtype: torch.dtype | None) -> str | None:
-    """How a folder that was read back differs from its source; None: every bit of its logits is the same."""
+    """How a folder that was read back differs from its source, whose weights were rounded; None: not at all."""
     theirs = back.shape.to_dict()
     for key, value in source.shape.to_dict().items():
-        if theirs[key] != value and key != "fc_bias":
-            return f"{key} {theirs[key]}, not {value}"
-    if not back.vocab.same_as(source.vocab):
-        return "another draft vocabulary"
-    rounded = _in_float32({name: _as(dtype, tensor) for name, tensor in source.tensors.items()})
-    table = rounded.pop(EMBEDDINGS, None)
-    if table is not None and not (back.embeddings is not None and torch.equal(table, back.embeddings.float())):
-        return "another table of embeddings"
-    before = Foreign(source.shape, source.vocab, rounded, None)
-    after = replace(back, tensors=_in_float32(back.tensors))
-    head = probe_head(source.shape)
-    one, other = (probe_log_probs(each.drafter(head)) for each in (before, after))
-    return None if torch.equal(one, other) else f"logits up to {(one - other).abs().max():.2g} apart"
+        if theirs.get(key) != value and key != "fc_bias":  # SGLang's has one of zeros
+            return f"{key} {theirs.get(key)}, not {value}"
+    tensors = back.tensors | {EMBEDDINGS: back.embeddings}
+    for name, tensor in source.tensors.items():
+        if (found := tensors.get(name)) is None or not torch.equal(_as(dtype, tensor).float(), found.float()):
+            return f"another {name}"
+    added = [name for name in back.tensors.keys() - source.tensors.keys() if back.tensors[name].any()]
+    return f"more weights, {added[0]}" if added else None
 
 
 def _as(dtype: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
     """Weights in a precision; None: in their own. Integers stay."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _in_float32(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: _as(torch.float32, tensor) for name, tensor in tensors.items()}

@@ -19,10 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from draftsmith.recipes.errors import UserError, first_line, quoted
-from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.files.json_text import json_object
 
 JSON_BYTES = 16 << 20  # of config.json or an index: published configs have 2 KiB, an index of 100,000 tensors 10 MiB
 SINGLE, INDEX, BIN = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+PLAIN_NAME = r"[A-Za-z0-9][\w.-]*"
 
 
 @dataclass(frozen=True)
@@ -35,29 +36,21 @@ class Folder:
 
 
 def read_folder(path: Path, allow_bin: bool = False) -> Folder:
-    """The checkpoint in a folder.
+    """The checkpoint in a folder. Raises UserError if something is missing, damaged or leads out of the folder.
 
     Args:
-        allow_bin: also read pytorch_model.bin where there are no safetensors. It is a pickle; torch's `weights_only`
-            reader runs no code from it.
-
-    Raises:
-        UserError: something is missing, damaged or leads out of the folder.
+        allow_bin: also read pytorch_model.bin where there are no safetensors.
     """
-    if not path.is_dir():
-        raise UserError(f"{path}: no such folder; name a drafter's folder, or a Hub id")
-    config, tensors = _read_object(path, "config.json"), {}
-    files = weight_files(path)
-    for file, claimed in files.items():
+    config = _read_object(path, "config.json")
+    files, listed = weight_files(path)
+    tensors = {} if files else _read_pickle(path, allow_bin)
+    for file in files:
         try:  # safetensors checks the header, and the file's size against it
-            found = load_file(file)
+            tensors |= load_file(file)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: not a whole safetensors file: {error}; copy it again") from None
-        if lost := sorted((claimed or set()) - found.keys()):
-            raise UserError(f"{path / INDEX}: names {quoted(lost[0])}, which {file.name} does not hold")
-        tensors |= {name: tensor for name, tensor in found.items() if claimed is None or name in claimed}
-    if not files:
-        tensors = _read_pickle(path, allow_bin)
+    if lost := sorted(listed - tensors.keys()):
+        raise UserError(f"{path / INDEX}: names {quoted(lost[0])}, which no file holds")
     # Rotary frequencies, which some checkpoints hold, are in the config, too.
     return Folder(path, config, {name: tensors[name] for name in tensors if not name.endswith(".inv_freq")})
 
@@ -86,15 +79,12 @@ def _read_object(path: Path, name: str) -> dict[str, Any]:
     file = _inside(path, name)
     if not file.exists():
         raise UserError(f"{path}: no {name} here; name the folder that holds it")
+    if file.stat().st_size > JSON_BYTES:
+        raise UserError(f"{file}: {file.stat().st_size:,} bytes; no drafter's is that large")
     try:
-        if file.stat().st_size > JSON_BYTES:
-            raise ValueError(f"{file.stat().st_size:,} bytes; no drafter's is that large")
-        content = parse_json(file.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("not an object")
+        return json_object(file.read_bytes())
     except ValueError as error:
         raise UserError(f"{file}: {error}") from None
-    return content
 
 
 def _inside(path: Path, name: str) -> Path:
@@ -104,7 +94,7 @@ def _inside(path: Path, name: str) -> Path:
     hub/models--org--name/blobs/<etag>                            where its link leads
     hub/blobs/<prefix>/<hash>                                     where that leads, for content that repositories share
     """
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+    if not re.fullmatch(PLAIN_NAME, name):
         raise UserError(f"{path}: names a file {quoted(name)}; a checkpoint's files are plain names in its folder")
     file = path / name
     real, home = file.resolve(), path.resolve()
@@ -117,23 +107,16 @@ def _inside(path: Path, name: str) -> Path:
     return file
 
 
-def weight_files(path: Path) -> dict[Path, set[str] | None]:
-    """The safetensors of a folder, with the tensors that the index expects in each; None: whatever the file holds.
-
-    Raises:
-        UserError: an index that is none, or that names a file which is missing or not in the folder.
-    """
+def weight_files(path: Path) -> tuple[list[Path], set[str]]:
+    """(safetensors of a folder, names of the tensors that its index expects; empty without an index)."""
     if (path / SINGLE).exists():
-        return {_inside(path, SINGLE): None}
+        return [_inside(path, SINGLE)], set()
     if not (path / INDEX).exists():
-        return {}
+        return [], set()
     places = _read_object(path, INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise UserError(f"{path / INDEX}: no weight_map from tensors to files")
-    files: dict[Path, set[str] | None] = {}
-    for name in sorted(set(places.values())):
-        file = _inside(path, name)
-        if not file.exists():
-            raise UserError(f"{path / INDEX}: names {name}, which is missing; copy the whole folder again")
-        files[file] = {tensor for tensor, place in places.items() if place == name}
-    return files
+    files = [_inside(path, name) for name in sorted(set(places.values()))]
+    if missing := [file.name for file in files if not file.exists()]:
+        raise UserError(f"{path / INDEX}: names {missing[0]}, which is missing; copy the whole folder again")
+    return files, set(places)

@@ -13,7 +13,7 @@ from draftsmith.models.checkpoint import read_drafter_config
 from draftsmith.models.drafters import config_of, kind_text
 from draftsmith.models.formats import hub
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.importing import import_drafter, is_foreign, read_for
+from draftsmith.models.formats.foreign import format_of, import_drafter, read_for
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.files.atomic import current_folder
@@ -35,9 +35,6 @@ def own_drafter(name: str, recipe: Recipe, plan: bool) -> str:
     Args:
         plan: print what would be downloaded or imported, but do neither. The folder may then be missing
             (`yet_to_import`).
-
-    Raises:
-        UserError: the Hub does not give it, or a foreign drafter cannot be read or is not for the recipe's target.
     """
     on_hub, directory = HUB_ID.fullmatch(name), Path(name)
     label = re.sub(r"[^\w.-]+", "--", name) if on_hub else directory.resolve().name
@@ -48,20 +45,21 @@ def own_drafter(name: str, recipe: Recipe, plan: bool) -> str:
             print(f"note: {name!r} is no folder in {Path.cwd()}: the run would fetch it from the Hugging Face Hub")
             return str(recipe.imported_dir / label)
         name, directory = str(cached), cached
-    if not is_foreign(directory):
+    if format_of(directory) != "foreign":
         return name
     files = TargetFiles(recipe.target)
     out = recipe.imported_dir / f"{label}-{_digest(directory, recipe.target)[:12]}"
-    if not current_folder(out).exists():
-        folder = read_folder(directory)
-        if plan:
-            shape = read_for(folder, files).shape
-            print(f"note: {directory}: a foreign {kind_text(shape)}: the run would import it into {out}")
-        else:
-            with alone_in(recipe.imported_dir, LONGEST_IMPORT):
-                if not current_folder(out).exists():  # another process of this run may have been here
-                    import_drafter(folder, files, out)
-                    print(f"imported: {directory} into {out}", flush=True)
+    if current_folder(out).exists():
+        return str(out)
+    folder = read_folder(directory)
+    if plan:
+        shape = read_for(folder, files).shape
+        print(f"note: {directory}: a foreign {kind_text(shape)}: the run would import it into {out}")
+        return str(out)
+    with alone_in(recipe.imported_dir, LONGEST_IMPORT):
+        if not current_folder(out).exists():  # another process of this run may have been here
+            import_drafter(folder, files, out)
+            print(f"imported: {directory} into {out}", flush=True)
     return str(out)
 
 
@@ -76,11 +74,8 @@ def _digest(directory: Path, target: TargetSection) -> str:
 
 def yet_to_import(recipe: Recipe, drafter: str | Path | None) -> bool:
     """Whether a drafter is one that `own_drafter` would fetch or import, were it no plan."""
-    return (
-        drafter is not None
-        and Path(drafter).parent == recipe.imported_dir
-        and not current_folder(Path(drafter)).exists()
-    )
+    path = Path(drafter or ".")
+    return path.parent == recipe.imported_dir and not current_folder(path).exists()
 
 
 # The recipe with folders of ours in the place of all names.
@@ -104,11 +99,7 @@ def with_writing_drafter(recipe: Recipe, plan: bool) -> Recipe:
 
 
 def with_start(recipe: Recipe, plan: bool) -> Recipe:
-    """For training and its vocabulary: drafter.init_from, and the size of its draft vocabulary, which comes along.
-
-    Raises:
-        UserError: as `own_drafter`; or drafter.vocab_size is another size than that of the drafter's vocabulary.
-    """
+    """For training and its vocabulary: drafter.init_from, and the size of its draft vocabulary, which comes along."""
     section = recipe.drafter
     [start] = _own({"drafter.init_from": section.init_from}, recipe, plan)
     if start is None:

@@ -1,8 +1,7 @@
 """A Hub in the place of huggingface.co's client, with that client's own cache, and a drafter to upload."""
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,21 +35,19 @@ def refused(
     return kind(words, response=response, server_message=words or None)
 
 
-@dataclass
 class Repo:
     """Branches of commits, oldest first: (title, files)."""
 
-    private: bool = False
-    gated: bool = False
-    branches: dict[str, list[tuple[str, Files]]] = field(default_factory=lambda: {"main": [("initial commit", {})]})
+    def __init__(self, private: bool = False, gated: bool = False) -> None:
+        self.private, self.gated = private, gated
+        self.branches: dict[str, list[tuple[str, Files]]] = {"main": [("initial commit", {})]}
 
     def commits(self, branch: str = "main") -> list[tuple[str, Files]]:
         return self.branches[branch]
 
-    def commit(self, title: str, files: Files, branch: str = "main") -> str:
-        """Adds files to those that are there; returns the commit's name."""
-        self.branches[branch].append((title, self.commits(branch)[-1][1] | files))
-        return self.oid(branch)
+    def commit(self, title: str, files: Files) -> None:
+        """Adds files to those that are there."""
+        self.commits().append((title, self.commits()[-1][1] | files))
 
     def oid(self, branch: str = "main") -> str:
         return f"{branch}-{len(self.branches[branch]) - 1}"
@@ -165,8 +162,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeHub:
 
     def download(repo_id: str, local_files_only: bool = False, **options: Any) -> Any:
         """The client itself looks into the cache."""
-        get: Callable[..., Any] = from_cache if local_files_only else hub.snapshot_download
-        return get(repo_id, **options, **({"local_files_only": True} if local_files_only else {}))
+        if local_files_only:
+            return from_cache(repo_id, local_files_only=True, **options)
+        return hub.snapshot_download(repo_id, **options)
 
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)

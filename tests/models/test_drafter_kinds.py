@@ -18,9 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, save_drafter, shape_of_run
-from draftsmith.models.draft_tree import Committed, Drafting
 from draftsmith.models.drafters import drafter_shape
-from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
@@ -29,10 +27,13 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.sections.drafter import DrafterSection
 from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run.initial_drafter import new_drafter, start_from
+from draftsmith.train.run.inputs import check_start_of_recipe
 from tests.conftest import files_of, make_target
+from tests.export_cases import distributions
 from tests.pairs import KINDS, untaught
 from tests.thinning import a_few
 from tests.training_runs import SIX_STEPS, metrics, train, write_conversations
+from tests.training_runs import no_dry_run as no_dry_run
 
 # What a recipe says of drafter and training; what it leaves out is as published, noise and detached steps included.
 RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -74,19 +75,6 @@ def recipe_of(tmp_path: Path, target_dir: Path) -> Callable[[str], Path]:
     return recipe_of
 
 
-def copy_of_inputs(output: Path, place: Path, *others: str) -> Path:
-    place.mkdir()
-    for name in ("conversations.jsonl", "draft_vocab.safetensors", *others):
-        (shutil.copytree if (output / name).is_dir() else shutil.copy)(output / name, place / name)
-    return place
-
-
-def assert_same_weights(first: Path, second: Path) -> None:
-    mine, expected = (load_file(each / "drafter/model.safetensors") for each in (first, second))
-    assert mine.keys() == expected.keys()
-    assert all(torch.equal(mine[name], expected[name]) for name in expected)
-
-
 @pytest.fixture(scope="module")
 def loaded(target_dir: Path) -> tuple[Target, dict[str, Any]]:
     target = Target(TargetFiles(TargetSection(model=str(target_dir), dtype="float32")).load_model("cpu"))
@@ -115,11 +103,13 @@ def test_resumed_equals_uninterrupted_bit_for_bit(name: str, recipe_of: Any, tmp
     steps = load_recipe(path).train.ttt_steps
     assert len(lines[0]["accuracy"]) == len(lines[2]["validation_accuracy"]) == steps
 
-    resumed = copy_of_inputs(whole, tmp_path / "resumed", "metrics.jsonl", "checkpoints")
-    shutil.rmtree(resumed / "checkpoints/step-00000006")
+    resumed = shutil.copytree(whole, tmp_path / "resumed")
+    for name in ("drafter", "checkpoints/step-00000006"):
+        shutil.rmtree(resumed / name)
     train(path, *replay, f"output_dir={resumed}")
     assert metrics(resumed) == lines
-    assert_same_weights(resumed, whole)
+    one, other = (load_file(each / "drafter/model.safetensors") for each in (resumed, whole))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_clipping_by_value_clips_each_element(recipe_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,19 +160,7 @@ def test_every_specialist_starts_from_the_single_layer(
     assert drafter.stacks[1][0].mlp.down_proj.weight.abs().max() > 0  # copies, not one tensor for all
 
 
-def distributions(drafter: FeatureDrafter, target: Target, cut: DraftVocab | None = None) -> torch.Tensor:
-    """What a drafter says along a chain of five tokens behind a prompt: [5, Vd]."""
-    prompt, chain = [11, 12, 13, 14], [21, 22, 23, 24]
-    drafting: Drafting = FeatureDrafting(drafter, cut)
-    drafting.set_rows([], 1)
-    captured = target.states(torch.tensor([prompt]), drafter.config.capture_layers).captured
-    drafting.observe(Committed(target, [[*prompt, 7]], captured, [len(prompt)]))
-    said = [drafting.root_log_probs()[0]]
-    for depth, token in enumerate(chain, start=1):
-        said.append(drafting.expand(torch.tensor([[depth - 1]]), torch.tensor([[token]]), depth)[0, 0])
-    return torch.stack(said)
-
-
+@pytest.mark.usefixtures("no_dry_run")
 def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
     recipe_of: Any, loaded: tuple[Target, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,10 +182,14 @@ def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
         ("eagle", "wide", "vocab_size: the drafter was trained for 330, this target has 320"),
         ("eagle", "nowhere", "no drafter here"),
     ):
+        recipe = load_recipe(paths[name], [f"drafter.init_from={starts / start}"])
+        files, vocab = TargetFiles(recipe.target), DraftVocab.load(recipe.draft_vocab_path)
         with pytest.raises(UserError, match=rf"drafter\.init_from: .*{message}"):
-            train(paths[name], f"drafter.init_from={starts / start}", "--plan")
-    with pytest.raises(UserError, match=r"specialists is 2 there, 3 here"):
-        train(paths["poss"], f"drafter.init_from={starts / 'poss'}", "drafter.specialists=3", "train.ttt_steps=6")
+            check_start_of_recipe(recipe, files, shape_of_run(recipe, files), vocab)
+    for more in ([], ["--plan"]):
+        words = [f"drafter.init_from={starts / 'poss'}", "drafter.specialists=3", "train.ttt_steps=6", *more]
+        with pytest.raises(UserError, match=r"drafter\.init_from: .*specialists is 2 there, 3 here"):
+            train(paths["poss"], *words)
 
 
 def test_a_run_from_another_drafter_keeps_what_no_key_of_a_recipe_sets(
@@ -262,76 +244,46 @@ def edited(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "message"),
+    ("kind", "known", "change", "message"),
     [
-        ("poss", {"positions_per_specialist": 1}, "positions_per_specialist is 1, the weights were written with 2"),
-        ("poss", {"specialists": 0}, "specialists is 0, not a whole number from 1 to"),
-        ("poss", {"num_layers": 2}, "a position specialist is a single layer"),
-        ("poss", {"capture_layers": [2, 3]}, r"capture_layers are \[2, 3\]"),
-        ("eagle", {"fc_bias": "yes"}, "fc_bias is 'yes', neither true nor false"),
-        ("eagle3.1", {"norm_output": False}, "norm_output is False, the weights were written with True"),
+        ("poss", True, {"positions_per_specialist": 1}, "positions_per_specialist is 1, the weights were written with"),
+        ("poss", True, {"num_layers": 2}, "a position specialist is a single layer"),
+        ("poss", True, {"capture_layers": [2, 3]}, r"capture_layers is \[2, 3\], the weights were written with"),
+        ("eagle3.1", True, {"norm_output": False}, "norm_output is False, the weights were written with True"),
+        ("poss", False, {"specialists": 3}, r"describes poss-2, .*: specialists\.2\.\S+ is missing; .* and \d+ more"),
+        ("poss", False, {"specialists": 1}, r"specialists\.1\.\S+ has no place"),
+        ("poss", False, {"intermediate_size": 40}, r"is \[32, 48\], not \[32, 40\]"),
+        ("poss", False, {"specialists": 0}, "must be at least 1"),
+        ("eagle", False, {"fc_bias": "yes"}, "fc_bias is 'yes'"),
+        # A module of these sizes would take minutes.
+        ("eagle3", False, {"num_layers": 1_000_000}, r"1,000,000 layers, .*; its weights are 15 tensors"),
+        ("eagle3", False, {"intermediate_size": 10**9}, "up to 1,000,000,000 wide; its weights are .* up to 320 wide"),
+        ("eagle3", False, {"hidden_size": 10**12}, "up to 3,000,000,000,000 wide"),
+        ("eagle3", False, {"num_key_value_heads": 0}, "modulo by zero"),
+        ("eagle3", False, {"hidden_act": "/etc/passwd"}, "hidden_act is '/etc/passwd'"),
+        ("eagle3", False, {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
+        ("eagle3", False, {"head_dim": -8}, "describes no drafter"),
+        ("eagle3", False, {"rope_parameters": 10000.0}, "rope_parameters is 10000.0"),
+        ("eagle3", False, {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "not finite"),
+        ("eagle3", False, {"capture_layers": "234"}, "capture_layers is '234'"),
+        ("eagle3", False, {"vocab_size": None}, "vocab_size is None"),
     ],
 )
-def test_an_edited_layout_is_refused(
-    kind: str, change: dict[str, Any], message: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path
+def test_an_edited_config_is_refused(
+    kind: str, known: bool, change: Any, message: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Also where the tensors would fit."""
+    """Also where the tensors would fit. Files of other tools say nothing of their config (`known`)."""
     directory = saved(tmp_path / "drafter", kind, loaded)
-    edited(directory, lambda config: config["drafter"].update(change))
+    if not known:
+        save_file(load_file(directory / "model.safetensors"), directory / "model.safetensors")
+        assert read_drafter(directory).config.kind == kind.removesuffix(".1")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"drafter": config["drafter"] | change}))
     with pytest.raises(UserError, match=message):
-        load_drafter(directory, *loaded, capture=untaught(kind, loaded[0]).config.capture_layers)
-
-
-def test_weights_of_another_layout_without_a_word_of_it_are_refused(
-    loaded: tuple[Target, dict[str, Any]], tmp_path: Path
-) -> None:
-    """Files that other tools wrote say nothing of their config: then the tensors must fit."""
-    directory = saved(tmp_path / "drafter", "poss", loaded)
-    save_file(load_file(directory / "model.safetensors"), directory / "model.safetensors")
-    assert load_drafter(directory, *loaded, capture=(7,)).config.kind == "poss"
-    for change, message in (
-        ({"specialists": 3}, r"describes poss-2: specialists\.2\.\S+ is missing; .* and \d+ more"),
-        ({"specialists": 1}, r"specialists\.1\.\S+ has no place"),
-        ({"specialists": 2, "intermediate_size": 40}, r"is \[32, 48\], not \[32, 40\]"),
-    ):
-        edited(directory, lambda config, change=change: config["drafter"].update(change))
-        with pytest.raises(UserError, match=message):
-            load_drafter(directory, *loaded, capture=(7,))
-    edited(directory, lambda config: config.update(kind="medusa", base=None))
-    with pytest.raises(UserError, match=r"config\.json"):
-        load_drafter(directory, *loaded, capture=(7,))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_layers": 1_000_000}, r"describes 1,000,000 layers, .*; its weights are 15 tensors"),
-        ({"intermediate_size": 10**9}, "up to 1,000,000,000 wide; its weights are .* up to 320 wide"),
-        ({"hidden_size": 10**12}, "hidden_size is 1000000000000, not a whole number"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads is 0, not a whole number"),
-        ({"hidden_act": "/etc/passwd"}, "hidden_act is '/etc/passwd', not the name of an activation"),
-        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', not a number above 0"),
-        ({"embedding_scale": float("nan")}, "embedding_scale is nan, not a number above 0"),
-        ({"rope_parameters": 10000.0}, "rope_parameters are 10000.0: not an object"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "frequencies are not finite"),
-        ({"capture_layers": "234"}, "capture_layers are '234', not a list of whole numbers"),
-    ],
-)
-def test_numbers_that_the_weights_cannot_have_are_refused_before_anything_is_built(
-    change: dict[str, Any],
-    message: str,
-    loaded: tuple[Target, dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    directory = saved(tmp_path / "drafter", "eagle3", loaded)
-    tensors = load_file(directory / "model.safetensors")
-    save_file(tensors, directory / "model.safetensors")  # says nothing of its config
-    edited(directory, lambda config: config["drafter"].update(change))
-    monkeypatch.setattr("draftsmith.models.checkpoint.build_drafter", None)
-    monkeypatch.setattr("draftsmith.models.checkpoint.tensor_shapes", None)
-    with pytest.raises(UserError, match=message):
-        load_drafter(directory, *loaded, capture=change.get("capture_layers", loaded[0].capture_layers))
+        read_drafter(directory)
+    (directory / "config.json").write_text(json.dumps(config | {"kind": "medusa"}))
+    with pytest.raises(UserError, match=r"config\.json: not a drafter of a kind known here"):
+        read_drafter(directory)
 
 
 # The target's head, cut (FR-Spec).

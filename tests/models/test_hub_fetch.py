@@ -22,7 +22,7 @@ from draftsmith.recipes.files.hub import check_dataset, check_model
 from draftsmith.recipes.prompts.reader import Rejects, read_conversations
 from draftsmith.recipes.sections.target import TargetSection
 from tests.export_cases import save_target, target_of
-from tests.models.hub_cases import CARD, FakeHub, files_of, refused
+from tests.models.hub_cases import FakeHub, files_of, refused
 from tests.models.hub_cases import checkpoint as checkpoint
 from tests.models.hub_cases import hub as hub
 
@@ -30,15 +30,9 @@ SMALL = {"config.json": b"{}", "model.safetensors": b"0"}
 
 
 def test_a_drafter_is_fetched_without_the_rest(hub: FakeHub, checkpoint: Path) -> None:
-    ours = files_of(checkpoint)
-    more = {
-        "optimizer.pt": b"0",
-        "README.md": CARD,
-        "old/model.safetensors": b"0",
-        "run.py": b"",
-        "x.safetensors": b"0",
-    }
-    hub.add_repo("me/drafter", ours | more | {"pytorch_model.bin": b"0", "model.safetensors.index.json": b"{}"})
+    ours, rest = files_of(checkpoint), ["optimizer.pt", "README.md", "old/model.safetensors", "run.py", "x.safetensors"]
+    rest += ["pytorch_model.bin", "model.safetensors.index.json"]
+    hub.add_repo("me/drafter", ours | dict.fromkeys(rest, b"0"))
     folder = on_hub.fetch_drafter("me/drafter")
     assert files_of(folder) == ours and Source.read(folder).shape == Source.read(checkpoint).shape
     assert sorted(hub.downloaded) == sorted(ours)
@@ -50,32 +44,28 @@ def test_shards_and_revisions(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> 
     first = repo.oid()
     shards = {"model.safetensors.index.json": b"{}", "model-1-of-2.safetensors": b"1", "model-2-of-2.safetensors": b"2"}
     repo.branches["main"].append(("shards", {"config.json": b"{}", **shards}))
-    newest = on_hub.fetch_drafter("me/drafter")
-    assert {file.name for file in newest.iterdir()} == {"config.json", *shards}
+    assert files_of(on_hub.fetch_drafter("me/drafter")).keys() == {"config.json", *shards}
     older = on_hub.fetch_drafter("me/drafter", first)
     assert (older / "model.safetensors").read_bytes() == b"old"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert on_hub.fetch_drafter("me/drafter", first) == older  # from the cache, and no other
 
 
-def test_a_pickle_is_fetched_on_request_alone(hub: FakeHub) -> None:
-    hub.add_repo("me/drafter", {"config.json": b"{}", "pytorch_model.bin": b"0"})
-    with pytest.raises(UserError, match=r"no config.json with safetensors .* a pickle: .* --allow-bin reads it"):
-        on_hub.fetch_drafter("me/drafter")
-    assert not hub.downloaded
-    assert (on_hub.fetch_drafter("me/drafter", allow_bin=True) / "pytorch_model.bin").read_bytes() == b"0"
-
-
-def test_a_repository_without_a_drafter_or_with_a_target(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    for files in ({"config.json": b"{}"}, {"model.safetensors": b"0"}):
+def test_what_is_no_drafter_is_not_downloaded(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_hub, "MOST_BYTES", 3)
+    pickled = {"config.json": b"{}", "pytorch_model.bin": b"0"}
+    for files, told in (
+        ({"config.json": b"{}"}, "this repository of the Hub has no config.json with"),
+        ({"model.safetensors": b"0"}, "this repository of the Hub has no config.json with"),
+        (pickled, r"no config.json with safetensors .* a pickle: .* --allow-bin reads it"),
+        (SMALL | {"recipe.yaml": b"0"}, r"0 GB, and no drafter is that large; is it a target\?"),
+    ):
         hub.add_repo("me/drafter", files)
-        with pytest.raises(UserError, match=r"^me/drafter: this repository of the Hub has no config.json with"):
+        with pytest.raises(UserError, match=f"^me/drafter: .*{told}"):
             on_hub.fetch_drafter("me/drafter")
-    hub.add_repo("me/drafter", SMALL)
-    monkeypatch.setattr(on_hub, "MOST_BYTES", 2)
-    with pytest.raises(UserError, match=r"^me/drafter: 0 GB, and no drafter is that large; is it a target\?"):
-        on_hub.fetch_drafter("me/drafter")
     assert not hub.downloaded
+    hub.add_repo("me/drafter", pickled)
+    assert (on_hub.fetch_drafter("me/drafter", allow_bin=True) / "pytorch_model.bin").read_bytes() == b"0"
 
 
 @pytest.mark.parametrize(
@@ -93,9 +83,9 @@ def test_a_repository_without_a_drafter_or_with_a_target(hub: FakeHub, monkeypat
 def test_a_drafter_that_cannot_be_had(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
     hub.add_repo("me/drafter", SMALL)
     hub.add_repo("me/gated", SMALL, gated=True)
-    hub.refuses |= {"me/overloaded": {"model_info": refused(503)}, "me/far": {"model_info": ConnectionError()}}.get(
-        name, {}
-    )
+    faults = {"me/overloaded": refused(503), "me/far": ConnectionError()}
+    if name in faults:
+        hub.refuses["model_info"] = faults[name]
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", name == "me/offline")
     name, _, revision = name.partition("@")
     with pytest.raises(UserError, match=rf"^'{name}' is no folder in {re.escape(os.getcwd())}, and .*{said}"):
@@ -143,28 +133,23 @@ def test_weights_that_repositories_share_are_read(hub: FakeHub, checkpoint: Path
 def test_the_embeddings_of_a_sharded_target_come_alone(hub: FakeHub, tmp_path: Path) -> None:
     hub.add_repo("org/target", files_of(save_target(tmp_path / "target", sharded=True)))
     table = target_of().embedding_table
-    found = target_embeddings({"model": "org/target", "embedding_digest": tensor_digest(table)})
+    layout = {"embeddings": "model.embed_tokens.weight"}
+    identity = {"model": "org/target", "embedding_digest": tensor_digest(table), "layout": layout}
+    found = target_embeddings(identity)
     assert torch.equal(found, table)
     assert sum(name.endswith(".safetensors") for name in hub.downloaded) == 1
 
 
-# A target that is named by a Hub id: the Hub is asked once.
-
-
-def test_a_target_that_is_nowhere_is_told_after_one_question(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_hub_is_asked_once_for_a_target(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     check_model.cache_clear()
     with pytest.raises(UserError, match=r"^target\.model: 'nothere' is not a folder in .*, and the Hub has no model"):
         _ = TargetFiles(TargetSection(model="nothere", revision="v9")).tokenizer
     assert hub.asked == 1 and "asking the Hugging Face Hub" in capsys.readouterr().err
-
-
-def test_a_cached_target_needs_no_hub(hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
-    check_model.cache_clear()
     hub.add_repo("org/model", SMALL)
     hub.snapshot_download("org/model", None, ["config.json"])
     hub.refuses["model_info"] = ConnectionError()
     before = hub.asked
-    for _ in range(2):
+    for _ in range(2):  # it is cached, and needs no Hub
         check_model("org/model", None)
     assert constants.HF_HUB_OFFLINE and "its cached files are taken" in capsys.readouterr().err
     assert hub.asked == before + 1

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.models.checkpoint import load_drafter, read_drafter
+from draftsmith.models.checkpoint import load_drafter, read_drafter_config, read_weights
 from draftsmith.models.drafters import drafting_of
+from draftsmith.models.formats.eagle import AUX_IDS as AUX
 from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.formats.exporting import export
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.foreign import probe_head, probe_log_probs
-from draftsmith.models.formats.importing import import_drafter, read_for
+from draftsmith.models.formats.foreign import import_drafter
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.eval import TreeSection
@@ -30,6 +30,7 @@ from tests.decoding import decode_batch
 from tests.export_cases import (
     CUT,
     SCALED,
+    drafted,
     drafter_named,
     published_eagle,
     published_eagle3,
@@ -48,16 +49,19 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_target(tmp_path_factory.mktemp("imports") / "target").parent
 
 
-def section(home: Path) -> TargetSection:
-    return TargetSection(model=str(home / "target"), device="cpu", dtype="float32")
+def imported(folder: Path, home: Path, allow_bin: bool = False) -> Path:
+    """The drafter in a foreign folder as one of ours, beside it."""
+    out = folder.with_name(f"{folder.name}, imported")
+    section = TargetSection(model=str(home / "target"), device="cpu", dtype="float32")
+    import_drafter(read_folder(folder, allow_bin), TargetFiles(section), out)
+    return out
 
 
 def rounds(directory: Path) -> list[list[int]]:
     """Accepted tokens of every round with the drafter in `directory`."""
     target = target_of()
     identity = files_of(target).identity_of(target)
-    shape_states = json.loads((directory / "config.json").read_text())["drafter"]["capture_layers"]
-    drafter = load_drafter(directory, target, identity, shape_states)
+    drafter = load_drafter(directory, target, identity, read_drafter_config(directory)[0].capture_layers)
     proposer = PolicyProposer(drafting_of(drafter), policy_of(TreeSection(nodes=12, draft_calls=3, top_k=4)))
     plain = decode_batch(target, None, PROMPTS, {-1}, 24)
     answers = decode_batch(target, proposer, PROMPTS, {-1}, 24)
@@ -79,8 +83,7 @@ def test_an_export_comes_back_with_the_same_acceptance(name: str, engine: str, h
     if ENGINES[engine].reasons(source.shape, source.target):
         return
     export(source, ENGINES[engine], tmp_path / "export", None, {})
-    import_drafter(read_folder(tmp_path / "export"), TargetFiles(section(home)), tmp_path / "back")
-    assert rounds(tmp_path / "back") == rounds(tmp_path / "own")
+    assert rounds(imported(tmp_path / "export", home)) == rounds(tmp_path / "own")
 
 
 @pytest.mark.parametrize("name", ["eagle3, normed output", "eagle3.1", "eagle"])
@@ -88,29 +91,29 @@ def test_an_export_comes_back_for_a_target_that_scales_its_embeddings(name: str,
     home = save_target(tmp_path / "target", **SCALED).parent
     source = trained(tmp_path / "own", home / "target", drafter_named(name, **SCALED))
     export(source, ENGINES["vllm"], tmp_path / "export", None, {})
-    shape = import_drafter(read_folder(tmp_path / "export"), TargetFiles(section(home)), tmp_path / "back")
+    back = imported(tmp_path / "export", home)
+    shape, tensors = read_drafter_config(back)[0], read_weights(back)
     assert shape.embedding_scale == 12 and shape.rms_norm_eps == pytest.approx(0.3, rel=1e-5)
-    own, back = (probe_log_probs(read_drafter(tmp_path / each, probe_head(shape))) for each in ("own", "back"))
-    torch.testing.assert_close(back, own, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(drafted(shape, tensors), drafted(source.shape, source.tensors), rtol=1e-5, atol=2e-5)
     if name == "eagle3.1":  # without its table
         tensors = load_file(tmp_path / "export/model.safetensors")
         del tensors["embed_tokens.weight"]
         save_file(tensors, tmp_path / "export/model.safetensors")
         with pytest.raises(UserError, match=r"scales its embeddings by 12, .* with fc_norm cannot be rewritten"):
-            read_for(read_folder(tmp_path / "export"), TargetFiles(section(home)))
+            imported(tmp_path / "export", home)
 
 
 def test_published_checkpoints_draft_here(home: Path, tmp_path: Path) -> None:
-    published_eagle3(tmp_path / "eagle3")
-    shape = import_drafter(read_folder(tmp_path / "eagle3"), TargetFiles(section(home)), tmp_path / "three")
+    published_eagle3(tmp_path / "three")
+    given = published_eagle(tmp_path / "two", target_of().embedding_table.detach())
+    three, two = (imported(tmp_path / name, home) for name in ("three", "two"))
+    shape = read_drafter_config(three)[0]
     assert shape.capture_layers == (2, 3, 4) and shape.draft_vocab_size == CUT  # the published default of 7 layers
     assert shape.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0} and shape.rms_norm_eps == 1e-5
-    given = published_eagle(tmp_path / "eagle", target_of().embedding_table.detach())
-    import_drafter(read_folder(tmp_path / "eagle"), TargetFiles(section(home)), tmp_path / "two")
-    back = load_file(tmp_path / "two/model.safetensors")
+    back = read_weights(two)
     assert all(torch.equal(back[name], tensor) for name, tensor in given.items() if name != "embed_tokens.weight")
-    for directory in ("three", "two"):
-        assert sum(map(len, rounds(tmp_path / directory))) >= 2
+    for directory in (three, two):
+        assert sum(map(len, rounds(directory))) >= 2
 
 
 def test_draft_ids_in_any_order_keep_their_rows(home: Path, tmp_path: Path) -> None:
@@ -120,13 +123,11 @@ def test_draft_ids_in_any_order_keep_their_rows(home: Path, tmp_path: Path) -> N
     ids = (tensors["d2t"] + torch.arange(CUT))[order]
     shuffled = tensors | {"d2t": ids - torch.arange(CUT), "lm_head.weight": tensors["lm_head.weight"][order]}
     write_folder(tmp_path / "shuffled", config, shuffled)
-    for name in ("ascending", "shuffled"):
-        import_drafter(read_folder(tmp_path / name), TargetFiles(section(home)), tmp_path / f"{name}-imported")
-    one, other = (load_file(tmp_path / f"{name}-imported/model.safetensors") for name in ("ascending", "shuffled"))
+    one, other = (read_weights(imported(tmp_path / name, home)) for name in ("ascending", "shuffled"))
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
-def test_a_sharded_checkpoint_is_read_whole(home: Path, tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_is_read_whole(tmp_path: Path) -> None:
     tensors = published_eagle3(tmp_path / "one")
     folder = write_folder(tmp_path / "two", json.loads((tmp_path / "one/config.json").read_text()), {})
     (folder / "model.safetensors").unlink()
@@ -141,34 +142,36 @@ def test_a_sharded_checkpoint_is_read_whole(home: Path, tmp_path: Path) -> None:
 Tensors = dict[str, torch.Tensor]
 # Keys of config.json, and what is told.
 CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is"),
-    ({"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 1e6}, "which base was it trained"),
+    ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "which was it"),
+    ({"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 1e6}, "which was it trained with"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "whole heads"),
     ({"rope_scaling": {"rope_type": "banana"}}, "rope_type is 'banana'"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'; drafters here rotate by default, linear"),
     ({"head_dim": 16.0}, "head_dim is 16.0: Input should be a valid integer"),
     ({"num_hidden_layers": True}, "num_hidden_layers is True: Input should"),
     ({"num_hidden_layers": 1_000_000}, "layers|tensors"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2.5, 3]}}, r"eagle_aux_hidden_state_layer_ids.1 is 2.5"),
-    ({"eagle_aux_hidden_state_layer_ids": [2, 3, 99]}, "must ascend within 0 to 6"),
+    ({"eagle_config": {AUX: [1, 2.5, 3]}}, r"eagle_aux_hidden_state_layer_ids.1 is 2.5"),
+    ({AUX: [2, 3, 99]}, "must ascend within 0 to 6"),
+    ({AUX: [1, 2, 3], "eagle_config": {AUX: [1, 2, 3]}}, "name different states"),
     ({"hidden_size": None}, "hidden_size is missing"),
-    ({"hidden_size": 16, "target_hidden_size": 32}, "16 wide, the target 32; only drafters as wide"),
-    ({"target_hidden_size": 48}, "states of width 48, the target's are 32"),
+    ({"hidden_size": 16, "target_hidden_size": 32}, "is of width 16, the target's 32; .* Only drafters as wide"),
+    ({"target_hidden_size": 48}, "reads states of width 48, the target's 32"),
     ({"mlp_bias": True}, "mlp_bias is True"),
     ({"bias": True}, "none of its tensors is a bias"),
-    ({"vocab_size": VOCAB_SIZE + 8}, "vocab_size is 328, the target's is 320"),
+    ({"vocab_size": VOCAB_SIZE + 8}, "vocab_size is 328, the target's 320"),
     ({"intermediate_size": -4}, "intermediate_size is -4: Input should be greater"),
     ({"num_key_value_heads": 3}, "cannot share"),
     ({"norm_before_residual": True}, "norm_before_residual is True"),
     ({"hidden_act": "__import__"}, "hidden_act"),
 ]
 # A tensor, what becomes of it, and what is told.
-TENSORS: list[tuple[str, Callable[[Tensors], torch.Tensor], str]] = [
+TENSORS: list[tuple[str, Callable[[Tensors], torch.Tensor] | None, str]] = [
     ("fc.weight", lambda t: t["fc.weight"] * torch.nan, "numbers that are not finite"),
     ("fc.weight", lambda t: t["fc.weight"].double() * 1e300, "numbers that are not finite"),
     ("fc.weight", lambda t: t["fc.weight"].to(torch.float8_e4m3fn), "fc.weight is of type"),
     ("fc.weight", lambda t: t["fc.weight"][:, :5], r"fc.weight is \[32, 5\], not \[32, 96\]"),
-    ("fc.weight", lambda t: t["fc.weight"].repeat(1, 2), "states of width 64, the target's are 32 wide"),
+    ("midlayer.mlp.up_proj.weight", None, "midlayer.mlp.up_proj.weight is missing"),
+    ("d2t", None, "there is no d2t"),
     ("t2d", lambda t: t["t2d"].float(), "t2d is of type torch.float32, not torch.bool"),
     ("t2d", lambda t: ~t["t2d"], "t2d marks other target tokens"),
     ("d2t", lambda t: t["d2t"].float(), "d2t is of type torch.float32"),
@@ -183,7 +186,7 @@ FILES: list[tuple[str, bytes, str]] = [
     ("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}", "not a whole safetensors file: .*header"),
     ("model.safetensors", b"PK\x03\x04" * 9, "not a whole safetensors file"),
     ("config.json", b" " * (1 << 25), "no drafter's is that large"),
-    ("config.json", b"[]", "not an object"),
+    ("config.json", b"[]", "not a JSON object"),
     ("config.json", b"[" * 5000 + b"]" * 5000, "nested too deeply"),
 ]
 
@@ -212,14 +215,17 @@ def test_a_hostile_or_damaged_checkpoint_is_refused_by_name(number: int, home: P
             write_folder(folder, config | keys, tensors)
         case str() as name, bytes() as content, named:
             (folder / name).write_bytes(content)
+        case str() as name, None, named:
+            del tensors[name]
+            write_folder(folder, config, tensors)
         case str() as name, change, named:
             write_folder(folder, config, tensors | {name: change(tensors)})
         case make, named:
             (folder / "model.safetensors").rename(tmp_path / "outside")
             make(folder / "model.safetensors")
     with pytest.raises(UserError, match=named):
-        import_drafter(read_folder(folder), TargetFiles(section(home)), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+        imported(folder, home)
+    assert not (tmp_path / "hostile, imported").exists()
 
 
 class Bomb:
@@ -236,7 +242,7 @@ def test_a_pickle_is_read_only_on_request_and_runs_nothing(
     torch.save(tensors, tmp_path / "bin/pytorch_model.bin")
     with pytest.raises(UserError, match="--allow-bin"):
         read_folder(tmp_path / "bin")
-    import_drafter(read_folder(tmp_path / "bin", allow_bin=True), TargetFiles(section(home)), tmp_path / "out")
+    imported(tmp_path / "bin", home, allow_bin=True)
     for content in ({"fc.weight": Bomb()}, [1, 2]):
         with (tmp_path / "bin/pytorch_model.bin").open("wb") as file:
             pickle.dump(content, file)

@@ -59,7 +59,7 @@ def test_one_command_goes_through_all_and_a_launched_script_makes_the_same(targe
     first = command("-m draftsmith.recipes.command.console run", path)
     stages = ("regenerate", "rank-vocab", "train", "evaluate", "export")
     assert [f"[{i}/5] draftsmith {stage} {path}" in first for i, stage in enumerate(stages, 1)] == [True] * 5
-    assert f"{run}/export/vllm: read back, logits equal" in first and "next: " not in first
+    assert f"{run}/export/vllm: read back, bit for bit" in first and "next: " not in first
     assert json.loads((run / "eval/acceptance.json").read_text())["matches_target"] is True
     page = (run / "eval/report.html").read_text()
     run_main(report, path)

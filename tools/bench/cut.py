@@ -12,13 +12,14 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.formats.foreign import EmbeddingTable
+from draftsmith.models.prompt import DecoderInputs, PlacedInsert
 from draftsmith.models.vocab import DraftVocab
 
 
@@ -45,7 +46,7 @@ def main() -> None:
         1, wanted.context, drafter.fc.in_features, device=wanted.device, dtype=drafter.fc.weight.dtype
     )
     tokens = list(range(wanted.context + 1))
-    target = EmbeddingTable(torch.randn(wanted.vocab, wanted.hidden, dtype=features.dtype, device=wanted.device))
+    target = Embeddings(torch.randn(wanted.vocab, wanted.hidden, dtype=features.dtype, device=wanted.device))
     fed = torch.arange(wanted.nodes, device=wanted.device)[None]
     seconds: dict[str, list[float]] = defaultdict(list)
     with torch.inference_mode():
@@ -65,6 +66,26 @@ def main() -> None:
     for name, measured in seconds.items():
         median = statistics.median(measured)
         print(f"{name:>10}  {1e3 * median:9.2f}  {median / whole:12.2f}")
+
+
+class Embeddings:
+    """A table of embeddings in a target's place."""
+
+    def __init__(self, table: torch.Tensor):
+        self.table = table
+
+    def embed(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.table[ids].to(dtype or self.table.dtype)
+
+    def inputs(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        inserts: Sequence[PlacedInsert] = (),
+        dtype: torch.dtype | None = None,
+    ) -> DecoderInputs:
+        places = torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
+        return DecoderInputs(self.embed(ids, dtype), places)
 
 
 def random_drafter(hidden: int, vocab_size: int) -> Eagle3Drafter:

@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,8 +26,7 @@ from draftsmith.models.checkpoint import read_drafter
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.drafter_base import Drafter
 from draftsmith.models.drafters import build_drafter, drafting_of
-from draftsmith.models.formats.foreign import EmbeddingTable
-from draftsmith.models.prompt import DecoderInputs, PlacedRows
+from draftsmith.models.prompt import DecoderInputs, PlacedInsert, PlacedRows
 from draftsmith.models.vispec import VispecConfig
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.loader import load_recipe
@@ -35,6 +35,26 @@ from draftsmith.train.loss.unroll import unroll
 HERE = Path(__file__).parent
 STEPS, COLUMNS = 3, 14
 TOLERANCE = 1e-4  # of log-probabilities: float32, in another order of operations
+
+
+class Embeddings:
+    """A table of embeddings in a target's place."""
+
+    def __init__(self, table: torch.Tensor):
+        self.table = table
+
+    def embed(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.table[ids].to(dtype or self.table.dtype)
+
+    def inputs(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        inserts: Sequence[PlacedInsert] = (),
+        dtype: torch.dtype | None = None,
+    ) -> DecoderInputs:
+        places = torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
+        return DecoderInputs(self.embed(ids, dtype), places)
 
 
 def our_log_probs(
@@ -53,7 +73,7 @@ def our_log_probs(
         drafting = drafting_of(drafter)
         drafting.set_rows([], 1)
         known = [tokens[: t + 2].tolist()]
-        drafting.observe(Committed(EmbeddingTable(table), known, captured[:, : t + 1], [t + 1]))
+        drafting.observe(Committed(Embeddings(table), known, captured[:, : t + 1], [t + 1]))
         steps[0].append(drafting.root_log_probs()[0])
         for k in range(1, min(STEPS, columns - t)):
             token = tokens[t + 1 + k].view(1, 1)
