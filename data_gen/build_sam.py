@@ -7,8 +7,8 @@
 
 Reads the files and datasets that data.ranking reads (docs/prompts-and-answers.md), and the answers that `regenerate`
 wrote, as their token ids; in other conversations, the chat template renders the assistant turns. Documents are split
-after stop tokens, and duplicates count once. Writes <output_dir>/sam.safetensors (`models.sam`); a stopped run starts
-again. Contenders name the file in sam.static or router.static (docs/decoding.md).
+after stop tokens, and duplicates count once. Writes <output_dir>/sam.safetensors; a stopped run starts again.
+Contenders name the file in sam.static or router.static (docs/decoding.md).
 """
 
 from draftsmith.recipes.command.cli import parse_command, run

@@ -11,7 +11,7 @@ Every prompt is decoded plainly and with each contender: the one that the keys o
 `eval.also`, and one for each argument of --compare (another recipe for the same target, or overrides of this one). This
 recipe's prompts and sampling apply to all. Writes <eval.out>/acceptance.json, generations.jsonl and report.html, and
 prints a table; eval/report.py rebuilds the report and the table without decoding. For a tree of `policy: auto`, the
-planner (eval/plan.py) first chooses one.
+planner (eval/plan_tree.py) first chooses one.
 """
 
 from argparse import ArgumentParser

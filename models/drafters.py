@@ -12,7 +12,7 @@ from draftsmith.models.drafter_base import Drafter, DrafterConfig, FrozenHead, S
 from draftsmith.models.eagle import EagleConfig, EagleDrafter
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.formats.eagle import eagle_config
+from draftsmith.models.formats.eagle_format import eagle_config
 from draftsmith.models.poss import Poss3Config, Poss3Drafter, PossConfig, PossDrafter, SpecialistsConfig
 from draftsmith.models.target import checked_capture_layers
 from draftsmith.models.vispec import (

@@ -28,7 +28,7 @@ def main() -> None:
     if not given.exists() and given.suffix not in (".yaml", ".yml"):
         raise UserError(f"{given}: no such folder; name a drafter's folder, or a recipe file")
     recipe = None if given.is_dir() else load_recipe(command.recipe_path, command.overrides)
-    from draftsmith.models.formats import command as formats
+    from draftsmith.models.formats import export_command as formats
 
     formats.export_main(command, recipe)
 

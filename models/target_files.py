@@ -25,7 +25,6 @@ from transformers import (
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
-from draftsmith.models.adapter import adapter_digest, merged
 from draftsmith.models.chat import attach, listed_stops, set_template, tokenizer_fingerprint
 from draftsmith.models.costs import TargetSize, target_size, torch_dtype
 from draftsmith.models.digests import tensor_digest
@@ -41,12 +40,13 @@ from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.picture_prompts import PictureProcessor
 from draftsmith.models.quantize import check_quantization, precision_name, quantize_layers
 from draftsmith.models.target import Target, decoder_layers, device_name
+from draftsmith.models.target_lora import adapter_digest, merged
 from draftsmith.models.turn_ends import stop_ids
 from draftsmith.models.vision import is_vision_language
 from draftsmith.recipes.command.launch import note_crowd
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, first_line, quoted
-from draftsmith.recipes.files.hub import check_model
+from draftsmith.recipes.files.hub_fetch import check_model
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.sections.target import TargetSection
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from draftsmith.recipes.errors import UserError, first_line, quoted
-from draftsmith.recipes.prompts.benchmarks import BENCHMARKS
+from draftsmith.recipes.prompts.benchmark_prompts import BENCHMARKS
 from draftsmith.recipes.prompts.sources import check_source, file_sources
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.base import ImpossibleSettings

@@ -94,7 +94,7 @@ def files_of(target: Target, model: str = "somewhere") -> TargetFiles:
 
 @pytest.fixture(autouse=True)
 def hub_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a network `recipes.files.hub` goes offline, for the rest of a process: here for the rest of a test."""
+    """Without a network `recipes.files.hub_fetch` goes offline, for the rest of a process; here, of a test."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.policies import C2T, PolicyProposer, TreePolicy, policy_of
-from draftsmith.eval.replay.answers import RecordedAnswer
+from draftsmith.eval.replay.recorded_answers import RecordedAnswer
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting

@@ -7,7 +7,7 @@ import torch
 
 from draftsmith.eval.decoding.sam import SamProposer, SamRouter
 from draftsmith.models.draft_tree import Proposer
-from draftsmith.models.sam import StaticAutomaton, corpus_tokens
+from draftsmith.models.suffix_automaton import StaticAutomaton, corpus_tokens
 
 CPU = torch.device("cpu")
 

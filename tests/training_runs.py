@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.train import eagle, eagle3, poss, vispec
-from draftsmith.train.measure import dry_run, plan
+from draftsmith.train.measure import dry_run, training_plan
 from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +62,7 @@ SIX_STEPS = {
 def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of words: the dry run takes a second or two."""
     monkeypatch.setattr(dry_run, "dry_run", lambda *_, **__: dry_run.DryRun({dry_run.LAYER: 10_000_000}, 10**9))
-    monkeypatch.setattr(plan, "row_flops", lambda *_: 10**9)
+    monkeypatch.setattr(training_plan, "row_flops", lambda *_: 10**9)
 
 
 def write_recipe(folder: Path, target: Path, **sections: Any) -> Path:

@@ -11,7 +11,7 @@ the cross-entropy over the target's ten likeliest tokens.
 """
 
 from draftsmith.recipes.command.cli import run
-from draftsmith.train.run.command import train_kind
+from draftsmith.train.run.training_command import train_kind
 
 
 def main() -> None:

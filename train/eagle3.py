@@ -8,7 +8,7 @@
 """
 
 from draftsmith.recipes.command.cli import run
-from draftsmith.train.run.command import train_kind
+from draftsmith.train.run.training_command import train_kind
 
 
 def main() -> None:

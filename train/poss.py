@@ -13,7 +13,7 @@ Specialists extend EAGLE-1's drafter, trained like HASS (the published form), or
 """
 
 from draftsmith.recipes.command.cli import run
-from draftsmith.train.run.command import train_kind
+from draftsmith.train.run.training_command import train_kind
 
 
 def main() -> None:

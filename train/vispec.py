@@ -14,7 +14,7 @@ docs/pictures.md explains how prompts and answers with pictures are made, docs/m
 """
 
 from draftsmith.recipes.command.cli import run
-from draftsmith.train.run.command import train_kind
+from draftsmith.train.run.training_command import train_kind
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from typing import IO, Any
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lines import append_line, json_line
 from draftsmith.recipes.files.lock import locked
-from draftsmith.recipes.prompts.reader import Conversation, asked_digest
+from draftsmith.recipes.prompts.prompt_reader import Conversation, asked_digest
 
 SECONDS_BETWEEN_SYNCS = 1.0
 LEARNED = ("embedding_digest", "vision_digest", "served_model")  # identify the target once it is loaded or reached

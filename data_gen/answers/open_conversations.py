@@ -14,7 +14,7 @@ from draftsmith.models.chat import RenderError, answer_message, as_text, reads_p
 from draftsmith.models.prompt import Prompt
 from draftsmith.recipes.prompts.picture_files import data_url
 from draftsmith.recipes.prompts.pictures import with_named_pictures
-from draftsmith.recipes.prompts.reader import asked_digest, questions
+from draftsmith.recipes.prompts.prompt_reader import asked_digest, questions
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import StorePicture

@@ -14,8 +14,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from draftsmith.data_gen.answers.conversation_log import NAMED_AT_MOST, ConversationLog, LogContent, not_done, read_log
 from draftsmith.data_gen.answers.generators import DRAFT_TOKENS, GenerationSettings, Writer, resolve_sampling
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
-from draftsmith.data_gen.server_client.answers import Vocabulary
 from draftsmith.data_gen.server_client.generator import Servers, Unanswered
+from draftsmith.data_gen.server_client.server_answers import Vocabulary
 from draftsmith.data_gen.states.answer_states import storing, wanted_states
 from draftsmith.data_gen.states.capturing import WantedStates, complete
 from draftsmith.data_gen.training_rows.overlap import screen
@@ -34,7 +34,7 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.prompts.picture_files import data_url, store_picture
 from draftsmith.recipes.prompts.pictures import with_named_pictures
-from draftsmith.recipes.prompts.reader import DUPLICATE, Conversation, Rejects, questions, read_training_prompts
+from draftsmith.recipes.prompts.prompt_reader import DUPLICATE, Conversation, Rejects, questions, read_training_prompts
 from draftsmith.recipes.schema import Recipe
 
 SAMPLED = 500  # conversations whose first prompts are rendered to know their length

@@ -19,7 +19,7 @@ from draftsmith.eval.decoding.contenders import (
 from draftsmith.eval.decoding.decode import Verified, decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.measurement.benchmarks import PLAIN
-from draftsmith.eval.replay.answers import (
+from draftsmith.eval.replay.recorded_answers import (
     RecordedAnswer,
     Recording,
     answer_tokens,

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import anyio
 import httpx
 
-from draftsmith.data_gen.server_client.answers import Completion, Failed, Refused, error_text, one_line
+from draftsmith.data_gen.server_client.server_answers import Completion, Failed, Refused, error_text, one_line
 from draftsmith.models.prompt import Prompt
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.json_text import parse_json

@@ -23,8 +23,15 @@ import anyio
 from anyio.from_thread import BlockingPortal
 
 from draftsmith.data_gen.answers.generators import Asked, GeneratedAnswer, GenerationSettings
-from draftsmith.data_gen.server_client.answers import Completion, Failed, Refused, Unfinished, Vocabulary, read_answer
 from draftsmith.data_gen.server_client.client import NEEDED, ChatPrompt, Client, chat_of
+from draftsmith.data_gen.server_client.server_answers import (
+    Completion,
+    Failed,
+    Refused,
+    Unfinished,
+    Vocabulary,
+    read_answer,
+)
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.prompt_date import today
 from draftsmith.recipes.prompts.pictures import UnusablePicture

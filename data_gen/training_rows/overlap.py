@@ -26,7 +26,7 @@ from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.lines import json_line
 from draftsmith.recipes.prompts.picture_files import data_url
 from draftsmith.recipes.prompts.picture_parts import with_picture_parts
-from draftsmith.recipes.prompts.reader import read_conversations, read_training_prompts
+from draftsmith.recipes.prompts.prompt_reader import read_conversations, read_training_prompts
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.data_gen.vocabulary.reader import ANSWERS, Tokeniser, check_sources, files_of
+from draftsmith.data_gen.vocabulary.corpus_reader import ANSWERS, Tokeniser, check_sources, files_of
 from draftsmith.models.costs import device_here, gigabytes, plan_memory
-from draftsmith.models.sam import MOST_TOKENS, StaticAutomaton, corpus_tokens
+from draftsmith.models.suffix_automaton import MOST_TOKENS, StaticAutomaton, corpus_tokens
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
-from draftsmith.recipes.prompts.reader import Rejects
+from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.data import RankingSource
 

@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.data_gen.training_rows.overlap import training_check
 from draftsmith.data_gen.training_rows.rows import training_rows
-from draftsmith.data_gen.vocabulary.reader import ANSWERS, Tokeniser, check_sources, files_of
+from draftsmith.data_gen.vocabulary.corpus_reader import ANSWERS, Tokeniser, check_sources, files_of
 from draftsmith.data_gen.vocabulary.template_tokens import template_tokens
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
 from draftsmith.models.context_limits import longest_row
@@ -34,7 +34,7 @@ from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.files.lock import alone_in
-from draftsmith.recipes.prompts.reader import Rejects
+from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.prompts.sources import hub_parts, open_dataset
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.data import RankingSource

@@ -26,8 +26,8 @@ from draftsmith.eval.decoding.decode import TargetVerifier, run_round
 from draftsmith.eval.decoding.policies import PolicyProposer
 from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree
 from draftsmith.models.prompt import Prompt
-from draftsmith.models.sam import common_length
 from draftsmith.models.sampling import Draws
+from draftsmith.models.suffix_automaton import common_length
 from draftsmith.models.target import Target
 
 

@@ -19,7 +19,7 @@ from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.drafters import drafting_of
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.quantize import precision_name
-from draftsmith.models.sam import StaticAutomaton
+from draftsmith.models.suffix_automaton import StaticAutomaton
 from draftsmith.models.target import checked_capture_layers, device_name
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, cut_by_file

@@ -1,6 +1,6 @@
 """SAM-Decoding (arXiv 2411.10666): drafts what followed the newest tokens where they occurred before.
 
-`SamProposer` looks in the answer's own text and in a corpus (`models.sam`). `SamRouter` puts it beside a drafter: by
+`SamProposer` looks in the answer's own text and in a corpus (`models.suffix_automaton`). `SamRouter` adds a drafter: by
 the length of the match it decides each round who drafts, or has both drafts verified as one tree.
 
     match of 5 tokens or more      SAM's chain                          fused:      root
@@ -25,8 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from draftsmith.eval.decoding.decode import count_kept
 from draftsmith.eval.decoding.prompt_lookup import TextProposer
 from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree, Proposer
-from draftsmith.models.sam import DynamicAutomaton, StaticAutomaton
 from draftsmith.models.sampling import Draws
+from draftsmith.models.suffix_automaton import DynamicAutomaton, StaticAutomaton
 
 DYNAMIC, STATIC, DRAFTER = "sam dynamic", "sam static", "drafter"
 

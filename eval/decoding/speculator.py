@@ -89,7 +89,7 @@ class Speculator:
         """
         if tree.policy == "auto":
             raise UserError(
-                "tree.policy: auto measures this machine with a recipe's own answers: `draftsmith plan` does it "
+                "tree.policy: auto measures this machine with a recipe's own answers: `draftsmith plan-tree` does it "
                 "and prints the fastest; give that policy here"
             )
         if tree.vocab_size is not None and self.contender.token_counts is None:

@@ -37,7 +37,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.picture_files import data_url
 from draftsmith.recipes.prompts.picture_parts import pictures_of
 from draftsmith.recipes.prompts.pictures import with_named_pictures
-from draftsmith.recipes.prompts.reader import Rejects, questions, read_conversations
+from draftsmith.recipes.prompts.prompt_reader import Rejects, questions, read_conversations
 from draftsmith.recipes.prompts.sources import StorePicture, short_names
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.base import as_list

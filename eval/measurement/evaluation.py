@@ -15,7 +15,7 @@ from draftsmith.eval.decoding.proposers import tree_name
 from draftsmith.eval.measurement.benchmarks import PLAIN, answer_line, decode_all, plain_of, recipe_questions
 from draftsmith.eval.measurement.compared import load_all
 from draftsmith.eval.measurement.metrics import summarise_all
-from draftsmith.eval.planner.command import choose_tree
+from draftsmith.eval.planner.planner_command import choose_tree
 from draftsmith.eval.planner.search import candidates_of, prepared, recipe_keys
 from draftsmith.eval.replay.replay import Agreement
 from draftsmith.eval.replay.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
@@ -44,7 +44,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import partial_path, sync_to_disk
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.picture_files import store_picture
-from draftsmith.recipes.prompts.reader import Rejects
+from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.eval import TreeSection
 

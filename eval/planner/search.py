@@ -1,7 +1,7 @@
 """The planner's search: predicts which draft trees are fastest on this machine.
 
 Every candidate is replayed along recorded answers (`eval.replay.replay`), which gives its rounds: tokens, nodes and
-draft calls. `eval.planner.costs` measures the cost of such rounds. Both give the speed-up over plain decoding.
+draft calls. `eval.planner.round_costs` measures the cost of such rounds. Both give the speed-up over plain decoding.
 """
 
 import json
@@ -17,8 +17,8 @@ from draftsmith.eval.decoding.contenders import Contender, check_contenders, loa
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measurement.benchmarks import PLAIN, Question, decode_all
 from draftsmith.eval.measurement.metrics import summarise, summarise_all
-from draftsmith.eval.planner.costs import Costs, keep_known, measure_costs, predicted, read_known, room_for
-from draftsmith.eval.replay.answers import (
+from draftsmith.eval.planner.round_costs import Costs, keep_known, measure_costs, predicted, read_known, room_for
+from draftsmith.eval.replay.recorded_answers import (
     RecordedAnswer,
     Recording,
     answer_tokens,

@@ -29,7 +29,7 @@ import torch
 
 from draftsmith.eval.decoding.accept import deepest
 from draftsmith.eval.decoding.decode import Generation, Verified, decode
-from draftsmith.eval.replay.answers import RecordedAnswer
+from draftsmith.eval.replay.recorded_answers import RecordedAnswer
 from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
 from draftsmith.models.families import usable_positions
 from draftsmith.models.prompt import PlacedInsert, Prompt

@@ -11,7 +11,7 @@ from typing import Any
 from draftsmith.eval.decoding.contenders import Contender, loaded_proposer
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measurement.benchmarks import PLAIN
-from draftsmith.eval.replay.answers import (
+from draftsmith.eval.replay.recorded_answers import (
     RecordedAnswer,
     Recording,
     answer_tokens,

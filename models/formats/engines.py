@@ -13,7 +13,7 @@ from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.drafters import KINDS, kind_text
 from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
-from draftsmith.models.formats.eagle import published_states
+from draftsmith.models.formats.eagle_format import published_states
 from draftsmith.models.rotation import ROTATIONS
 
 

@@ -18,7 +18,7 @@ from draftsmith.models.digests import tensor_digest
 from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.drafters import KINDS
 from draftsmith.models.eagle3 import Eagle3Config
-from draftsmith.models.formats import eagle, llama_cpp
+from draftsmith.models.formats import eagle_format, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, ServingEngine
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.foreign import EMBEDDINGS, Foreign, format_of, read_foreign, reading_scaled
@@ -149,7 +149,7 @@ def write_folder(
         return llama_cpp.write_gguf(folder / llama_cpp.DRAFTER, shape, source.vocab, tensors, target_gguf)
     stored = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     if engine.format == "speculators":
-        config = eagle.speculators_config(shape, stored, target["model"], target["layout"]["architectures"])
+        config = eagle_format.speculators_config(shape, stored, target["model"], target["layout"]["architectures"])
         tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     else:
         architecture, engine_config = engine.architecture(shape), KINDS[type(shape)].engine_config
@@ -180,7 +180,7 @@ def engine_tensors(source: Source, engine: ServingEngine) -> dict[str, torch.Ten
     """
     shape, tensors = source.shape, dict(source.tensors)
     if source.vocab.is_full:
-        for name in eagle.WEIGHTLESS:
+        for name in eagle_format.WEIGHTLESS:
             del tensors[name]
     if isinstance(shape, Eagle3Config) and engine.name in ("vllm", "sglang"):
         for i in range(1, shape.num_layers):

@@ -19,7 +19,7 @@ from draftsmith.models.checkpoint import checked_shapes, provenance, save_drafte
 from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.drafters import build_drafter, kind_text
 from draftsmith.models.eagle3 import Eagle3Config
-from draftsmith.models.formats import eagle
+from draftsmith.models.formats import eagle_format
 from draftsmith.models.formats.folder import Folder
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
@@ -60,7 +60,7 @@ def read_foreign(folder: Folder, target: Any) -> Foreign:
         target: the target's text config, to which foreign configs leave sizes and positions.
     """
     try:
-        shape = eagle.read_config(folder.config, target, folder.tensors)
+        shape = eagle_format.read_config(folder.config, target, folder.tensors)
         for what, theirs, ours in (
             (
                 "reads states of width",
@@ -91,7 +91,7 @@ def _placed(folder: Folder, shape: DrafterConfig) -> Foreign:
         # In the precision that it is used in: a float64 may be finite, and infinite as a float32.
         if not tensor.float().isfinite().all():
             raise ValueError(f"{name} holds numbers that are not finite; the checkpoint is damaged")
-    for old, new in eagle.our_names(shape, folder.tensors):
+    for old, new in eagle_format.our_names(shape, folder.tensors):
         tensor = folder.tensors[old]
         if new.endswith("o_proj.bias") and not tensor.any():
             continue  # vLLM asks for one; zeros change nothing
@@ -100,7 +100,7 @@ def _placed(folder: Folder, shape: DrafterConfig) -> Foreign:
         found[new], names[new] = tensor, old
     vocab, order = _vocabulary(folder.tensors, shape)
     wanted = checked_shapes(folder.path, shape, {name: list(tensor.shape) for name, tensor in folder.tensors.items()})
-    problems = [f"{name} is missing" for name in wanted.keys() - found.keys() - set(eagle.WEIGHTLESS)]
+    problems = [f"{name} is missing" for name in wanted.keys() - found.keys() - set(eagle_format.WEIGHTLESS)]
     for new, tensor in found.items():
         if new not in wanted:
             problems.append(f"{names[new]} has no place in {kind_text(shape)}")

@@ -33,7 +33,7 @@ from draftsmith.models.layers import rotary
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
-from draftsmith.recipes.files.hub import check_model
+from draftsmith.recipes.files.hub_fetch import check_model
 
 DRAFTER = "drafter.gguf"
 ARCHITECTURE = "eagle3"

@@ -8,13 +8,13 @@ import json
 import re
 from pathlib import Path
 
-from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.checkpoint import read_drafter_config
 from draftsmith.models.drafters import config_of, kind_text
-from draftsmith.models.formats import hub
+from draftsmith.models.formats import hub_push
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.foreign import format_of, import_drafter, read_for
 from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_lora import adapter_digest
 from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.files.atomic import current_folder
 from draftsmith.recipes.files.digest import file_digest
@@ -40,7 +40,7 @@ def own_drafter(name: str, recipe: Recipe, plan: bool) -> str:
     label = re.sub(r"[^\w.-]+", "--", name) if on_hub else directory.resolve().name
     if on_hub and not current_folder(directory).exists():
         repo_id, revision = on_hub.groups()
-        cached = hub.cached(repo_id, revision) if plan else hub.fetch_drafter(repo_id, revision)
+        cached = hub_push.cached(repo_id, revision) if plan else hub_push.fetch_drafter(repo_id, revision)
         if cached is None:
             print(f"note: {name!r} is no folder in {Path.cwd()}: the run would fetch it from the Hugging Face Hub")
             return str(recipe.imported_dir / label)

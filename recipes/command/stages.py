@@ -87,7 +87,7 @@ def _of_answers(*others: str) -> Callable[[Recipe], list[str]]:
 
 def local_sources(sources: str | list[str] | None) -> list[Path]:
     """The files of prompt sources, if they are local."""
-    from draftsmith.recipes.prompts.benchmarks import benchmark_of
+    from draftsmith.recipes.prompts.benchmark_prompts import benchmark_of
     from draftsmith.recipes.prompts.sources import file_sources
     from draftsmith.recipes.sections.base import as_list
 
@@ -247,11 +247,11 @@ STAGES = {
 }
 
 SCRIPTS: dict[str, Script] = {
-    "init": Script("models/starter.py", "write a commented recipe for a target"),
+    "init": Script("models/init_recipe.py", "write a commented recipe for a target"),
     "run": Script("recipes/command/pipeline.py", "run all stages of a recipe that are not done yet"),
     **STAGES,
     "report": Script("eval/report.py", "build report.html again from an evaluation's files"),
-    "plan": Script("eval/plan.py", "find the draft tree that is fastest on this machine"),
+    "plan-tree": Script("eval/plan_tree.py", "find the draft tree that is fastest on this machine"),
     "conversations": Script("data_gen/conversations.py", "show what training reads, supervised tokens marked"),
     "contamination": Script("data_gen/contamination.py", "list training prompts that the evaluation asks, too"),
     "import-drafter": Script("models/import_drafter.py", "read a drafter of another project"),

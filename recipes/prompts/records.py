@@ -1,4 +1,4 @@
-"""Makes a `Conversation` from a record of any known form. `recipes.prompts.reader` lists the columns of each form.
+"""Makes a `Conversation` from a record of any known form. prompt_reader.py lists the columns of each form.
 
 Messages and their other keys stay as they are, except where data sets differ and chat templates need one form:
 
@@ -26,7 +26,7 @@ from urllib.parse import unquote
 
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json, whole_number
-from draftsmith.recipes.prompts.benchmarks import benchmark_of
+from draftsmith.recipes.prompts.benchmark_prompts import benchmark_of
 from draftsmith.recipes.prompts.rejects import is_unicode
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

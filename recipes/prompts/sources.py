@@ -1,4 +1,4 @@
-"""Reads records from JSON lines, JSON arrays, CSV, parquet, the hub and benchmarks, as `recipes.prompts.reader` says.
+"""Reads records from JSON lines, JSON arrays, CSV, parquet, the hub and benchmarks, as prompt_reader.py says.
 
 Records are (line or row number from 1, record). Text that cannot be parsed goes to the rejects.
 """
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.errors import UserError, first_line
-from draftsmith.recipes.files.hub import check_dataset
+from draftsmith.recipes.files.hub_fetch import check_dataset
 from draftsmith.recipes.files.input_files import DAMAGED, ending, is_packed, matching, open_bytes, open_text
 from draftsmith.recipes.files.json_text import check_depth, parse_json, too_deep
-from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, benchmark_of, fetch, known_forms
+from draftsmith.recipes.prompts.benchmark_prompts import BENCHMARKS, benchmark_of, fetch, known_forms
 from draftsmith.recipes.prompts.picture_files import coco_pictures, seems_a_picture
 from draftsmith.recipes.prompts.records import COLUMNS, ID_COLUMNS
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode

@@ -174,7 +174,7 @@ ProposerName = Literal["drafter", "prompt_lookup", "causal_lm", "sam", "hierarch
 
 
 class SamSources(Section):
-    """Where SAM-Decoding looks for the newest tokens (models/sam.py)."""
+    """Where SAM-Decoding looks for the newest tokens (models/suffix_automaton.py)."""
 
     static: str | None = None
     """A corpus to look in, as data_gen/build_sam.py writes it (<output_dir>/sam.safetensors). None: none."""
@@ -310,7 +310,7 @@ class ContenderSection(Section):
 
 
 class PlannerSection(Section):
-    """Candidates of `policy: auto` and eval/plan.py, and the data to choose by."""
+    """Candidates of `policy: auto` and eval/plan_tree.py, and the data to choose by."""
 
     answers: str | None = None
     """Recorded answers from which tau is predicted: a generations.jsonl, or regenerated conversations. Default: the

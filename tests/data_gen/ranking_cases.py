@@ -15,7 +15,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen import rank_vocab
-from draftsmith.data_gen.vocabulary import reader as corpus_reader
+from draftsmith.data_gen.vocabulary import corpus_reader
 from draftsmith.models.vocab import CorpusCounts, load_tensors
 
 WORDS = ["the", "cat", "sat", "on", "mat;", "dogs", "ran,", "rain", "fell\nafter", "", "noon", "für", "3.5", "Ü", "☂"]

@@ -12,7 +12,7 @@ import torch
 
 from draftsmith.data_gen.c2t_labels.labelled_trees import Trees
 from draftsmith.data_gen.c2t_labels.labelling import Labelled, label
-from draftsmith.eval.replay.answers import RecordedAnswer
+from draftsmith.eval.replay.recorded_answers import RecordedAnswer
 from draftsmith.models import c2t
 from draftsmith.models.draft_tree import Committed
 from draftsmith.recipes.sections.train import LabelSection

@@ -16,14 +16,14 @@ from draftsmith.data_gen.training_rows import overlap
 from draftsmith.data_gen.training_rows.overlap import GRAM, EvaluationIndex, screen
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.reader import read_conversations
+from draftsmith.recipes.prompts.prompt_reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.data import DataSection
 from draftsmith.recipes.sections.eval import EvalSection
 from draftsmith.recipes.sections.target import TargetSection
-from draftsmith.train.run import inputs
+from draftsmith.train.run import training_inputs
 from tests.replay_cases import write_lines
 from tests.training_runs import run_main
 
@@ -184,7 +184,7 @@ def test_rank_vocab_and_training_leave_out_the_same(
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     run_main(rank_vocab, tmp_path / "recipe.yaml")
     printed, rejects = capsys.readouterr().out, Rejects()
-    ids = {row.id for rows in inputs.read_rows(recipe, TargetFiles(recipe.target), rejects) for row in rows}
+    ids = {row.id for rows in training_inputs.read_rows(recipe, TargetFiles(recipe.target), rejects) for row in rows}
     assert recipe.draft_vocab_path.exists()
     assert recipe.contamination_path.exists() == ("contamination" in printed) == (action != "off")
     if action == "remove":

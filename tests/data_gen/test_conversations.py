@@ -13,7 +13,7 @@ from draftsmith.data_gen.training_rows.rows import TrainingRow, marked, rows_of,
 from draftsmith.models.chat import RenderError, decode_answer, render_prompt, tokenizer_fingerprint
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.reader import Rejects
+from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 from tests.replay_cases import write_lines as write

@@ -17,8 +17,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.training_rows.rows import turns_of_messages
-from draftsmith.data_gen.vocabulary import reader as corpus_reader
-from draftsmith.data_gen.vocabulary.reader import Tokeniser, items
+from draftsmith.data_gen.vocabulary import corpus_reader
+from draftsmith.data_gen.vocabulary.corpus_reader import Tokeniser, items
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.errors import UserError

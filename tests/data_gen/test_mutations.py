@@ -19,7 +19,7 @@ from draftsmith.data_gen.answers.generators import GeneratedAnswer
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
 from draftsmith.data_gen.training_rows.overlap import EvaluationIndex
 from draftsmith.data_gen.training_rows.rows import training_rows
-from draftsmith.recipes.prompts.reader import asked_digest, read_conversations
+from draftsmith.recipes.prompts.prompt_reader import asked_digest, read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from tests.conftest import make_tokenizer

@@ -22,7 +22,7 @@ from draftsmith.models.target_session import TargetSession
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts.reader import Rejects
+from draftsmith.recipes.prompts.prompt_reader import Rejects
 from tests.clock import on
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 from tests.data_gen.regeneration_place import RegenerationPlace

@@ -19,7 +19,7 @@ from draftsmith.data_gen.reprompting.long_answers import INSTRUCTIONS, REQUESTS,
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.prompts.picture_parts import with_picture_parts
-from draftsmith.recipes.prompts.reader import read_conversations
+from draftsmith.recipes.prompts.prompt_reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.sections.data import RepromptSection

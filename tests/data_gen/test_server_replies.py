@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.server_client.answers import Completion, Failed, Vocabulary, read_answer
+from draftsmith.data_gen.server_client.server_answers import Completion, Failed, Vocabulary, read_answer
 from tests.conftest import make_tokenizer
 from tests.data_gen.fake_server import STOP
 

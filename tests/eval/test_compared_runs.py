@@ -29,7 +29,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts.reader import Rejects
+from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.sections.eval import ProposerName, TreeSection
 from tests.compare_cases import place as place
 from tests.report_cases import Page

@@ -17,7 +17,7 @@ from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import check_contenders, contenders_of
 from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation
-from draftsmith.eval.replay.answers import read_answers
+from draftsmith.eval.replay.recorded_answers import read_answers
 from draftsmith.eval.report_page import files
 from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter

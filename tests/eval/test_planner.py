@@ -14,14 +14,14 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.eval import plan as plan_script
+from draftsmith.eval import plan_tree as plan_script
 from draftsmith.eval.decoding.contenders import Contender, main_contender
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measurement.metrics import summarise
-from draftsmith.eval.planner import command as planner_command
-from draftsmith.eval.planner import costs as costs_module
+from draftsmith.eval.planner import planner_command
+from draftsmith.eval.planner import round_costs as costs_module
 from draftsmith.eval.planner import search as planner
-from draftsmith.eval.planner.costs import (
+from draftsmith.eval.planner.round_costs import (
     BEAMS,
     PLAIN_PROBE,
     PROBED_NODES,
@@ -42,7 +42,7 @@ from draftsmith.eval.planner.costs import (
     shape_of,
 )
 from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, as_yaml, candidates_of, ranked, recipe_keys
-from draftsmith.eval.replay.answers import RecordedAnswer, Recording
+from draftsmith.eval.replay.recorded_answers import RecordedAnswer, Recording
 from draftsmith.eval.replay.replay import plain_rounds
 from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.loaded_models import LoadedModels

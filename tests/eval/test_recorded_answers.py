@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
-from draftsmith.eval.replay.answers import (
+from draftsmith.eval.replay.recorded_answers import (
     RecordedAnswer,
     check_answers_before_loading,
     kept_for_validation,
@@ -25,7 +25,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.run.inputs import read_rows
+from draftsmith.train.run.training_inputs import read_rows
 from tests.conftest import make_target
 from tests.decoding import decode_batch
 from tests.replay_cases import conversation, generation_line, recorded, write_lines
@@ -165,7 +165,7 @@ def test_lines_that_cannot_be_replayed_are_named(tmp_path: Path, line: Any, mess
 
 
 def test_kept_for_validation_is_what_training_keeps(tmp_path: Path, target_dir: Path) -> None:
-    """The same conversations as `train.run.inputs.read_rows`, whatever their order."""
+    """The same conversations as `train.run.training_inputs.read_rows`, whatever their order."""
     lines = [conversation(i) for i in range(40)]
     for number in (3, 4):  # one token alone trains nothing
         for turn in lines[number]["turns"]:

@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.eval.decoding.policies import PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
-from draftsmith.eval.replay.answers import RecordedAnswer
+from draftsmith.eval.replay.recorded_answers import RecordedAnswer
 from draftsmith.eval.replay.replay import Agreement, RecordedVerifier, replay
 from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
 from draftsmith.models.eagle3 import Eagle3Drafter

@@ -11,7 +11,7 @@ import pytest
 
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import contenders_of
-from draftsmith.eval.replay.answers import kept_for_validation
+from draftsmith.eval.replay.recorded_answers import kept_for_validation
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.data_gen import build_sam
 from draftsmith.eval import acceptance
-from draftsmith.models.sam import StaticAutomaton
+from draftsmith.models.suffix_automaton import StaticAutomaton
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.loader import load_recipe

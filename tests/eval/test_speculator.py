@@ -87,7 +87,7 @@ def test_the_page_s_example_runs_and_is_token_identical(
 ASSISTANT = {"role": "assistant", "content": "x"}
 NO_QUESTION = "question: .* end with a question"
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("auto .* `draftsmith plan`", {"tree": TreeSection(policy="auto")}),
+    ("auto .* `draftsmith plan-tree`", {"tree": TreeSection(policy="auto")}),
     ("700 nodes, .* 512 positions", {"tree": TreeSection(nodes=700, top_k=100)}),
     ("599 draft calls deep", {"tree": TreeSection(policy="chain", nodes=600)}),
     ("tree.vocab_size: .* token_counts", {"tree": TreeSection(vocab_size=9)}),

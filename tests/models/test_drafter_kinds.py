@@ -27,7 +27,7 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.sections.drafter import DrafterSection
 from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run.initial_drafter import new_drafter, start_from
-from draftsmith.train.run.inputs import check_start_of_recipe
+from draftsmith.train.run.training_inputs import check_start_of_recipe
 from tests.conftest import files_of, make_target
 from tests.export_cases import distributions
 from tests.pairs import KINDS, untaught

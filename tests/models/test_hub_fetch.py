@@ -13,13 +13,13 @@ from datasets import config as datasets_config
 from huggingface_hub import constants
 
 from draftsmith.models.digests import tensor_digest
-from draftsmith.models.formats import hub as on_hub
+from draftsmith.models.formats import hub_push as on_hub
 from draftsmith.models.formats.exporting import Source, target_embeddings
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.hub import check_dataset, check_model
-from draftsmith.recipes.prompts.reader import Rejects, read_conversations
+from draftsmith.recipes.files.hub_fetch import check_dataset, check_model
+from draftsmith.recipes.prompts.prompt_reader import Rejects, read_conversations
 from draftsmith.recipes.sections.target import TargetSection
 from tests.export_cases import save_target, target_of
 from tests.models.hub_cases import FakeHub, files_of, refused

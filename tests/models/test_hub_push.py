@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.models.formats import hub as on_hub
+from draftsmith.models.formats import hub_push as on_hub
 from draftsmith.models.formats.exporting import FILES
 from draftsmith.models.formats.folder import read_folder
 from tests.models.hub_cases import CARD, FakeHub, files_of, refused

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.models.checkpoint import load_drafter, read_drafter_config, read_weights
 from draftsmith.models.drafters import drafting_of
-from draftsmith.models.formats.eagle import AUX_IDS as AUX
+from draftsmith.models.formats.eagle_format import AUX_IDS as AUX
 from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.formats.exporting import export
 from draftsmith.models.formats.folder import read_folder

@@ -13,7 +13,7 @@ import torch
 from draftsmith.data_gen.states.store import key_of
 from draftsmith.data_gen.training_rows.rows import TrainingRow, Turn, rows_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.replay.answers import RecordedAnswer
+from draftsmith.eval.replay.recorded_answers import RecordedAnswer
 from draftsmith.eval.replay.replay import replay
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.feature_drafter import FeatureDrafting

@@ -14,7 +14,7 @@ from torch.nn import functional
 from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.measurement import evaluation
-from draftsmith.eval.replay.answers import check_answers_before_loading, read_answers
+from draftsmith.eval.replay.recorded_answers import check_answers_before_loading, read_answers
 from draftsmith.eval.report_page import files, summary
 from draftsmith.models import quantize
 from draftsmith.models.checkpoint import check_identity

@@ -17,7 +17,7 @@ from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.families import usable_positions
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.formats.eagle import eagle_config, read_config
+from draftsmith.models.formats.eagle_format import eagle_config, read_config
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError

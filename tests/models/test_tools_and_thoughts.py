@@ -13,7 +13,7 @@ from draftsmith.data_gen.answers.generators import GeneratedAnswer
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
 from draftsmith.data_gen.training_rows.rows import TrainingRow, training_rows
 from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.recipes.prompts.reader import read_conversations
+from draftsmith.recipes.prompts.prompt_reader import read_conversations
 from draftsmith.recipes.prompts.rejects import Rejects
 from tests.conftest import make_tokenizer
 

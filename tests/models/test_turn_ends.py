@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data_gen.server_client.answers import Vocabulary
+from draftsmith.data_gen.server_client.server_answers import Vocabulary
 from draftsmith.data_gen.training_rows.rows import TrainingRow, rows_of, turns_of_messages
 from draftsmith.models.chat import decode_answer, render_prompt
 from draftsmith.models.target_files import TargetFiles

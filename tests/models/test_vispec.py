@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.replay.answers import RecordedAnswer
+from draftsmith.eval.replay.recorded_answers import RecordedAnswer
 from draftsmith.eval.replay.replay import replay
 from draftsmith.models.alignment import Columns, Documents, columns_of
 from draftsmith.models.checkpoint import read_drafter, save_drafter

@@ -8,8 +8,8 @@ import datasets
 import pytest
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, HUMANEVAL_REQUEST
-from draftsmith.recipes.prompts.reader import check_source, read_conversations
+from draftsmith.recipes.prompts.benchmark_prompts import BENCHMARKS, HUMANEVAL_REQUEST
+from draftsmith.recipes.prompts.prompt_reader import check_source, read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 

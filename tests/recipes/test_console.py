@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from draftsmith.models import starter
+from draftsmith.models import init_recipe
 from draftsmith.models.drafters import drafter_shape
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.target_files import TargetFiles
@@ -305,12 +305,12 @@ def test_init_writes_a_recipe_for_the_target(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    run_main(starter, str(target_dir), "--prompts", "p.jsonl", "--out", "new/mine.yaml")
+    run_main(init_recipe, str(target_dir), "--prompts", "p.jsonl", "--out", "new/mine.yaml")
     assert capsys.readouterr().out.endswith("next: draftsmith run new/mine.yaml --plan\n")
     recipe = load_recipe("new/mine.yaml")
     assert recipe.target.model == str(target_dir) and recipe.data.prompts == "p.jsonl"
     assert recipe.drafter.vocab_size is None and recipe.data.max_length == 512  # all that the target has
-    assert recipe.train.learning_rate == starter.SMALL[1]  # no more for a target that is smaller still
+    assert recipe.train.learning_rate == init_recipe.SMALL[1]  # no more for a target that is smaller still
     text = (tmp_path / "new/mine.yaml").read_text()
     assert "reads states 2, 3, 4 of 7" in text and "leave both out for EAGLE's code, llama.cpp\n" in text
 
@@ -318,7 +318,7 @@ def test_init_writes_a_recipe_for_the_target(
 @pytest.mark.parametrize("depth", [1, 6, 7])
 def test_init_names_states_that_a_target_of_any_depth_has(target_dir: Path, tmp_path: Path, depth: int) -> None:
     shallow, path = changed(target_dir, tmp_path / "x", num_hidden_layers=depth, layer_types=None), tmp_path / "my.yaml"
-    path.write_text(starter.starter_recipe(str(shallow), starter.PROMPTS, path))
+    path.write_text(init_recipe.starter_recipe(str(shallow), init_recipe.PROMPTS, path))
     recipe = load_recipe(path)
     shape = drafter_shape(recipe.drafter, TargetFiles(recipe.target).config)
     assert isinstance(shape, Eagle3Config) and len(shape.capture_layers) == min(depth, 3)
@@ -334,7 +334,7 @@ def test_init_s_numbers_follow_the_target_s_size(target_dir: Path, tmp_path: Pat
     large = changed(target_dir, tmp_path / "Large Model", **wide)
     template = (target_dir / "chat_template.jinja").read_text()
     (large / "chat_template.jinja").write_text("{% if enable_thinking %}x{% endif %}" + template)
-    text = starter.starter_recipe(str(large), starter.PROMPTS, Path("of-mine/Large 2.yaml"))
+    text = init_recipe.starter_recipe(str(large), init_recipe.PROMPTS, Path("of-mine/Large 2.yaml"))
     found = yaml.safe_load(text)
     assert found["output_dir"] == "runs/large-2"
     assert found["drafter"]["vocab_size"] == 32_000 and found["train"]["learning_rate"] == "1e-4"
@@ -342,5 +342,5 @@ def test_init_s_numbers_follow_the_target_s_size(target_dir: Path, tmp_path: Pat
     assert "reads states 2, 18, 33 of 36" in text and found["data"]["max_length"] == 2048
     assert "leave both out for EAGLE's code, llama.cpp\n" in text
     changed(target_dir, large, **wide, model_type="granite", embedding_multiplier=12)
-    scaled = starter.starter_recipe(str(large), starter.PROMPTS, Path("scaled.yaml"))
+    scaled = init_recipe.starter_recipe(str(large), init_recipe.PROMPTS, Path("scaled.yaml"))
     assert "leave both out for SGLang, EAGLE's code, llama.cpp\n" in scaled

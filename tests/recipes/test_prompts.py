@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.reader import DUPLICATE, questions, read_conversations, read_training_prompts
+from draftsmith.recipes.prompts.prompt_reader import DUPLICATE, questions, read_conversations, read_training_prompts
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.sections.data import DataSection

@@ -23,7 +23,7 @@ from demos.stdlib import split_of
 from draftsmith.models.image_tokens import ImageTokens
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.pictures import read_picture
-from draftsmith.recipes.prompts.reader import read_conversations
+from draftsmith.recipes.prompts.prompt_reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import records

@@ -33,7 +33,7 @@ from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 from draftsmith.train.measure import dry_run as measuring
-from draftsmith.train.measure import plan as planning
+from draftsmith.train.measure import training_plan as planning
 from draftsmith.train.measure.dry_run import CPU_FLASH_FLOPS, DryRun, PlannedRun, dry_run, planned_memory, row_flops
 from tests.conftest import make_target, make_tokenizer
 from tests.training_runs import metrics, run_main, to_train, train, write_conversations

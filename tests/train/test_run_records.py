@@ -14,17 +14,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.replay.answers import RecordedAnswer
+from draftsmith.eval.replay.recorded_answers import RecordedAnswer
 from draftsmith.eval.replay.replay import replay
 from draftsmith.models.checkpoint import load_drafter
 from draftsmith.models.drafters import drafting_of
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts.reader import Rejects
+from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.train.measure.metrics_line import ThroughputMeter
 from draftsmith.train.run import loop
 from draftsmith.train.run.checkpoints import list_checkpoints
-from draftsmith.train.run.inputs import read_rows
+from draftsmith.train.run.training_inputs import read_rows
 from draftsmith.train.run.validation_replay import answers_of
 from tests.data_gen.test_crashes import flip
 from tests.training_runs import metrics, train

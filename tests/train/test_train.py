@@ -26,7 +26,7 @@ from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS, Tally
-from draftsmith.train.run import inputs
+from draftsmith.train.run import training_inputs
 from draftsmith.train.run.checkpoints import run_identity
 from draftsmith.train.run.engine import Engine
 from draftsmith.train.run.loop import Loop
@@ -101,9 +101,9 @@ def test_a_share_of_the_conversations_is_kept_out_for_validation_with_all_their_
     recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [TrainingRow(f"c{i // 2}", [5, 6, 7], [(1, 3)]) for i in range(20)]
-    monkeypatch.setattr(inputs, "usable_rows", lambda *_: rows)
+    monkeypatch.setattr(training_inputs, "usable_rows", lambda *_: rows)
     recipe = load_recipe(recipe_path)
-    training, validation = inputs.read_rows(recipe, TargetFiles(recipe.target), Rejects())
+    training, validation = training_inputs.read_rows(recipe, TargetFiles(recipe.target), Rejects())
     assert len({row.id for row in validation}) == 2 and len(validation) == 4 and len(training) == 16
 
 

@@ -45,7 +45,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.reader import read_conversations
+from draftsmith.recipes.prompts.prompt_reader import read_conversations
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.recipes.sections.target import TargetSection

@@ -27,7 +27,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import batches_by_length
 from draftsmith.models.turn_ends import stop_ids
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts.reader import questions, read_conversations
+from draftsmith.recipes.prompts.prompt_reader import questions, read_conversations
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.sections.data import CaptureSection
 from draftsmith.recipes.sections.target import TargetSection

@@ -21,12 +21,12 @@ from greedy import greedy_answer
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.speculator import Speculator
 from draftsmith.eval.measurement.benchmarks import load_questions
-from draftsmith.eval.replay.answers import RecordedAnswer
+from draftsmith.eval.replay.recorded_answers import RecordedAnswer
 from draftsmith.eval.replay.replay import Agreement, replay_all
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.sampling import GREEDY
 from draftsmith.recipes.command.cli import run
-from draftsmith.recipes.prompts.reader import Rejects
+from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.recipes.sections.target import TargetSection
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from draftsmith.models.sam import DynamicAutomaton, StaticAutomaton, corpus_tokens
+from draftsmith.models.suffix_automaton import DynamicAutomaton, StaticAutomaton, corpus_tokens
 
 VOCAB = 32_000
 DOCUMENT = 500  # tokens

@@ -41,11 +41,11 @@ from draftsmith.train.run.checkpoints import (
     step_of,
 )
 from draftsmith.train.run.engine import Engine
-from draftsmith.train.run.inputs import Inputs
 from draftsmith.train.run.processes import StopRequest, failing_together
 from draftsmith.train.run.run_log import MetricsLog, Trackers
 from draftsmith.train.run.schedule import Schedule
 from draftsmith.train.run.state_sources import OnlineStates, StateSource
+from draftsmith.train.run.training_inputs import Inputs
 from draftsmith.train.run.validation_replay import ValidationReplay, replay_metrics
 
 LOSS_IS_NOT_FINITE = "its loss is not finite"

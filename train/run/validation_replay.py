@@ -19,7 +19,7 @@ from draftsmith.eval.decoding.contenders import check_size
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.policies import PolicyProposer, TreePolicy, policy_of
 from draftsmith.eval.measurement.metrics import summarise
-from draftsmith.eval.replay.answers import RecordedAnswer
+from draftsmith.eval.replay.recorded_answers import RecordedAnswer
 from draftsmith.eval.replay.replay import StatesOf, replay
 from draftsmith.models.drafter_base import Drafter
 from draftsmith.models.drafters import drafting_of

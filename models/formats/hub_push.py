@@ -18,7 +18,7 @@ from draftsmith.models.formats.card import TAG
 from draftsmith.models.formats.exporting import FILES as EXPORT_FILES
 from draftsmith.models.formats.folder import BIN, INDEX, PLAIN_NAME, SINGLE, weight_files
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.hub import SECONDS, first_words, go_offline, refusal, why_unread
+from draftsmith.recipes.files.hub_fetch import SECONDS, first_words, go_offline, refusal, why_unread
 
 MOST_BYTES = 32 << 30  # a drafter for a 405B target has some 6 GB
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.recipes.errors import UserError, first_line
-from draftsmith.recipes.files.hub import check_dataset
+from draftsmith.recipes.files.hub_fetch import check_dataset
 from draftsmith.recipes.files.json_text import whole_number
 
 

@@ -19,7 +19,7 @@ import yaml
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe, output_problem
-from draftsmith.recipes.prompts.reader import check_source
+from draftsmith.recipes.prompts.prompt_reader import check_source
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.target import TargetSection
 

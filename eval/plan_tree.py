@@ -1,8 +1,8 @@
 """Find the fastest draft tree on this machine from measured costs and the acceptance along recorded answers.
 
-    python eval/plan.py recipes/demo.yaml                          # predict, and print the recipe line of the fastest
-    python eval/plan.py recipes/demo.yaml --measure 5              # then decode with the best five, as a check
-    python eval/plan.py recipes/demo.yaml --plan                   # what it would do
+    python eval/plan_tree.py recipes/demo.yaml                    # predict, and print the recipe line of the fastest
+    python eval/plan_tree.py recipes/demo.yaml --measure 5        # then decode with the best five, as a check
+    python eval/plan_tree.py recipes/demo.yaml --plan             # what it would do
 
 Every candidate (`eval.planner.candidates`, or chains, EAGLE-2, DDD and SVIP in several sizes) is replayed along
 recorded answers, and the costs of its rounds are measured. Together they predict its speed-up (`eval.planner`). If no
@@ -21,7 +21,7 @@ def main() -> None:
     command = parse_command(__doc__, extra=_options)
     if command.measure < 0:
         raise UserError(f"--measure {command.measure}: give a number of candidates to decode with, or 0 for none")
-    from draftsmith.eval.planner import command as planning
+    from draftsmith.eval.planner import planner_command as planning
 
     planning.main(command)
 

@@ -1,4 +1,4 @@
-"""Chooses how draft trees grow on this machine, behind eval/plan.py: prints the fastest trees, writes plan.json."""
+"""Chooses how draft trees grow on this machine: prints the fastest trees and writes plan.json."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from draftsmith.eval.planner.search import (
     prepared,
     recipe_keys,
 )
-from draftsmith.eval.replay.answers import answer_tokens, other_sampling
+from draftsmith.eval.replay.recorded_answers import answer_tokens, other_sampling
 from draftsmith.eval.report_page.summary import interval, number
 from draftsmith.models.formats.named_drafters import with_measured_drafters
 from draftsmith.models.loaded_models import LoadedModels

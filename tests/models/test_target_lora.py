@@ -12,10 +12,10 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from draftsmith.eval.replay.answers import check_answers_before_loading, read_answers
-from draftsmith.models.adapter import CONFIG, WEIGHTS, adapter_digest
+from draftsmith.eval.replay.recorded_answers import check_answers_before_loading, read_answers
 from draftsmith.models.checkpoint import check_identity
 from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_lora import CONFIG, WEIGHTS, adapter_digest
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import make_target

@@ -26,16 +26,16 @@ from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.errors import collecting_problems
-from draftsmith.recipes.prompts.reader import Rejects
+from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.measure.dry_run import HOW_TO_LOWER, TARGET_WEIGHTS, PlannedRun, planned_memory, row_flops
 from draftsmith.train.run.batches import BatchOrder, computed_tokens
 from draftsmith.train.run.checkpoints import damage, digests_of, list_checkpoints, read_state, run_identity
-from draftsmith.train.run.inputs import check_start_of_recipe, read_rows, read_run_vocab
 from draftsmith.train.run.run_log import MetricsLog
 from draftsmith.train.run.schedule import Schedule
 from draftsmith.train.run.settings import uses_bf16
 from draftsmith.train.run.state_sources import store_identity, store_of
+from draftsmith.train.run.training_inputs import check_start_of_recipe, read_rows, read_run_vocab
 
 # Share of a device's matrix-product rate that training reaches; the rest goes to memory traffic and launches.
 GPU_UTILISATION = 0.3

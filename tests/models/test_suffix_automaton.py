@@ -14,7 +14,7 @@ from draftsmith.eval.decoding.sam import DRAFTER, DYNAMIC, STATIC, SamDraft, Sam
 from draftsmith.eval.replay.replay import replay
 from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.sam import DynamicAutomaton, Match, StaticAutomaton
+from draftsmith.models.suffix_automaton import DynamicAutomaton, Match, StaticAutomaton
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.eval import TreeSection
 from tests.decoding import decode_batch

@@ -9,7 +9,7 @@ Sources
     folder, parts/*.jsonl        the files of these types in a folder or of a pattern (`**`: also in folders below),
                                  sorted by name; empty files are left out
     hf:org/name[:config][:split] a dataset of the `datasets` library, streamed; the split is `train` unless given
-    mt_bench, mt_bench:path, ... benchmarks: fetched, or your copy in a published form (`recipes.prompts.benchmarks`)
+    mt_bench, mt_bench:path, ... benchmarks: fetched, or your copy in a published form (benchmark_prompts.py)
 
 A record is recognised by its first column among these
     messages                     [{"role", "content", ...}]; tool calls, reasoning_content and other keys stay

@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.models.drafters import kind_text
 from draftsmith.models.formats import card as cards
-from draftsmith.models.formats import hub, llama_cpp
+from draftsmith.models.formats import hub_push, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, ServingEngine
 from draftsmith.models.formats.exporting import Source, able_engines, check_engine, export, readers, source_to_train
 from draftsmith.models.formats.folder import read_folder
@@ -81,7 +81,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         plan.line("", f"{', '.join(other.title for other in serves[1:])} read the same folder")
     if repo_id:
         message = f"{kind_text(source.shape)} drafter for {source.target_name}, by draftsmith {version('draftsmith')}"
-        plan.line("uploaded", hub.push(out, repo_id, command.private, command.revision, message))
+        plan.line("uploaded", hub_push.push(out, repo_id, command.private, command.revision, message))
     if note := cards.before_serving(source, target_name):
         print(f"note: {note}")
     served = str(target_gguf or cards.served_target(source, target_name))
@@ -94,7 +94,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
 def _check_options(command: Command, source: Source, engine: ServingEngine) -> None:
     """Raises UserError for options that do not fit the engine or the drafter."""
     if command.push_to_hub:
-        hub.check_name(command.push_to_hub)
+        hub_push.check_name(command.push_to_hub)
         if engine.format == "speculators" and Path(source.target["model"]).exists():
             raise UserError(
                 f"--push-to-hub: a folder of speculators names its target, here {source.target['model']}, which is "
@@ -120,7 +120,7 @@ def import_main(arguments: Namespace) -> None:
     files = TargetFiles(TargetSection(model=arguments.target, revision=arguments.target_revision))
     directory, out = Path(arguments.drafter), arguments.out
     if not directory.is_dir():
-        directory = hub.fetch_drafter(arguments.drafter, arguments.revision, arguments.allow_bin)
+        directory = hub_push.fetch_drafter(arguments.drafter, arguments.revision, arguments.allow_bin)
     if format_of(directory) == "ours":
         raise UserError(f"{directory}: already a drafter of draftsmith; name it as eval.drafter or drafter.init_from")
     if out.resolve() == directory.resolve():
