@@ -27,7 +27,7 @@ class Script:
     @property
     def module(self) -> str:
         """The module with the command's `main`."""
-        path = self.path.replace("{kind}", "run/command")
+        path = self.path.replace("{kind}", "run/training_command")
         return "draftsmith." + path.removesuffix(".py").replace("/", ".")
 
 
