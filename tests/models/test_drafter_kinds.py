@@ -253,7 +253,7 @@ def edited(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
         ("poss", False, {"specialists": 3}, r"describes poss-2, .*: specialists\.2\.\S+ is missing; .* and \d+ more"),
         ("poss", False, {"specialists": 1}, r"specialists\.1\.\S+ has no place"),
         ("poss", False, {"intermediate_size": 40}, r"is \[32, 48\], not \[32, 40\]"),
-        ("poss", False, {"specialists": 0}, "must be at least 1"),
+        ("poss", False, {"specialists": 0}, r"specialists\.0\.\S+ has no place"),
         ("eagle", False, {"fc_bias": "yes"}, "fc_bias is 'yes'"),
         # A module of these sizes would take minutes.
         ("eagle3", False, {"num_layers": 1_000_000}, r"1,000,000 layers, .*; its weights are 15 tensors"),
