@@ -123,7 +123,7 @@ def test_ctrl_c_is_answered_once(place: Place, tmp_path: Path) -> None:
     ending = place.run(output, 0, kill_when=logged(output, 2), kill_with=signal.SIGINT, more=late)
     assert ending.statuses == [130] * RANKS and "Traceback" not in ending.output, ending.output
     [said] = re.findall(r"^interrupted.*", ending.output, re.M)  # on a line of its own
-        assert re.match(r"interrupted after step [4-8]; no checkpoint yet", said), said
+    assert re.match(r"interrupted after step [4-8]; no checkpoint yet", said), said
 
 
 def test_a_later_sigterm_ends_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
