@@ -105,19 +105,15 @@ def test_setting_variables_adds_and_removes_nothing(tmp_path: Path, template: st
     assert tokenizer_of(tmp_path, template_args={"a": "v"}).apply_chat_template(USER, tokenize=False) == given
 
 
-@pytest.mark.parametrize(
-    ("template", "switches"),
-    [
-        ("{{ effort }}{{ messages[0].content }}", "effort"),
+def test_what_a_template_sets_itself_is_no_switch(tmp_path: Path) -> None:
+    for template, switches in (
         ("{% for m in messages %}{% set b = m.a %}{{ b }}{% endfor %}", "none"),
         ("{% if c %}{% set b = b or c %}{% endif %}{{ b }}", "b, c"),
-    ],
-)
-def test_what_a_template_sets_itself_is_no_switch(tmp_path: Path, template: str, switches: str) -> None:
-    make_dir(tmp_path, template)
-    for name in ("none_such", "messages", "a b"):
-        with pytest.raises(UserError, match=f"does not read '{name}'; what it reads: {switches}$"):
-            tokenizer_of(tmp_path, template_args={name: 1})
+    ):
+        make_dir(tmp_path, template)
+        for name in ("none_such", "messages", "a b"):
+            with pytest.raises(UserError, match=f"does not read '{name}'; what it reads: {switches}$"):
+                tokenizer_of(tmp_path, template_args={name: 1})
 
 
 # As templates ask for the date: in a macro, if it is defined, to count with it.
@@ -127,9 +123,8 @@ DATED = """\
 {{- date_string + ' ' + (strftime_now('%d') | int - 1) | string }}"""
 
 
-@pytest.mark.parametrize("day", ["2025-07-06", "2024-12-31"])
-def test_a_template_writes_the_date_of_the_recipe(tmp_path: Path, day: str) -> None:
-    wanted = "%Y-%m-%d, %d %b %Y: %A %a %B %-d %-m %e %F %D %j %H:%M:%S"
+def test_a_template_writes_the_date_of_the_recipe(tmp_path: Path) -> None:
+    day, wanted = "2025-07-06", "%Y-%m-%d, %d %b %Y: %A %a %B %-d %-m %e %F %D %j %H:%M:%S"
     make_dir(tmp_path, DATED.replace("FORMAT", wanted))
     tokenizer = tokenizer_of(tmp_path, date=day)
     asked = date.fromisoformat(day)
@@ -140,13 +135,10 @@ def test_a_template_writes_the_date_of_the_recipe(tmp_path: Path, day: str) -> N
     given = tokenizer_of(tmp_path, date=day, template_args={"date_string": "now"})
     assert given.apply_chat_template(USER, tokenize=False) == f"now {asked.day - 1}"
     assert tokenizer_fingerprint(given) != tokenizer_fingerprint(tokenizer)
-
-
-def test_dates_are_read_as_yaml_writes_them(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("output_dir: run\ntarget: {model: m, date: 2025-07-06}\n")
-    assert load_recipe(tmp_path / "recipe.yaml").target.date == "2025-07-06"
     with pytest.raises(UserError, match=r"target\.date: the chat template writes no date"):
-        tokenizer_of(make_dir(tmp_path, CHAT_TEMPLATE), date="2025-07-06")
+        tokenizer_of(make_dir(tmp_path / "undated", CHAT_TEMPLATE), date=day)
+    (tmp_path / "recipe.yaml").write_text(f"output_dir: run\ntarget: {{model: m, date: {day}}}\n")
+    assert load_recipe(tmp_path / "recipe.yaml").target.date == day  # a date to YAML
 
 
 def test_a_template_from_a_file(tmp_path: Path) -> None:
@@ -173,17 +165,11 @@ def test_named_templates(tmp_path: Path) -> None:
         tokenizer_of(tmp_path / "other")
 
 
-# The tokenizer beside its model.
-
-
-def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
+def test_ordinary_tokens_without_embedding_are_refused_special_ones_where_they_occur(tmp_path: Path) -> None:
     tokens = len(make_tokenizer())
     with pytest.raises(UserError, match=rf"knows tokens up to {tokens - 1} .* has {tokens - 1} rows"):
         tokenizer_of(make_dir(tmp_path, CHAT_TEMPLATE, vocab_size=tokens - 1))
-
-
-def test_a_special_token_without_embedding_refuses_only_what_holds_it(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(make_dir(tmp_path, CHAT_TEMPLATE, ["<image>"], vocab_size=len(make_tokenizer())))
+    tokenizer = tokenizer_of(make_dir(tmp_path, CHAT_TEMPLATE, ["<image>"], vocab_size=tokens))
     assert render_prompt(tokenizer, USER)
     with pytest.raises(RenderError, match="a token the target lacks: '<image>'"):
         render_prompt(tokenizer, [{"role": "user", "content": "an <image> here"}])
@@ -192,8 +178,8 @@ def test_a_special_token_without_embedding_refuses_only_what_holds_it(tmp_path: 
 # Answers as messages.
 
 
-def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +232,7 @@ GLM = (
 )
 GLM_SPECIAL = ("<|pad|>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>")  # ids 0-4
 PAD_STOPS = {"eos_token": "<|pad|>"}
-ASK, ANSWER = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on"}
+ASK, ANSWER = USER[0], {"role": "assistant", "content": "sat on"}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
 RESULT = {"role": "tool", "content": "the mat"}
 
@@ -308,12 +294,12 @@ def test_the_next_roles_marker_is_supervised_where_it_is_the_stop_token(tmp_path
     assert texts(tokenizer, ASK, ANSWER, ANSWER) == ["sat on", "sat on<|user|>"]
 
 
-@pytest.mark.parametrize("tidied", [str, untagged], ids=["tagged", "untagged"])
-def test_what_a_template_writes_behind_the_stop_token_is_not_supervised(tmp_path: Path, tidied: Any) -> None:
+def test_what_a_template_writes_behind_the_stop_token_is_not_supervised(tmp_path: Path) -> None:
     """Phi-3 ends a conversation with its end of text."""
     ended = CHAT_TEMPLATE.replace("{%- if add_g", "{%- if not add_generation_prompt %}\n<|pad|>{% endif %}{%- if add_g")
-    section = saved(tmp_path, make_tokenizer(tidied(ended), roles=PAD_STOPS), {"eos_token_id": 4})
-    assert texts(TargetFiles(section).tokenizer, ASK, ANSWER) == ["sat on<|end|>"]
+    for template in (ended, untagged(ended)):
+        section = saved(tmp_path, make_tokenizer(template, roles=PAD_STOPS), {"eos_token_id": 4})
+        assert texts(TargetFiles(section).tokenizer, ASK, ANSWER) == ["sat on<|end|>"]
 
 
 UNTAGGED = untagged(CHAT_TEMPLATE)
@@ -407,9 +393,8 @@ def test_stop_tokens_that_are_not_special_stay_out_of_the_next_prompt(tmp_path: 
     assert decode_answer(loaded, [*loaded("sat on")["input_ids"], stop]) == "sat on"
 
 
-@pytest.mark.parametrize("named", ["4", [4, "<|end|>"], 4.0, [4, None]])
-def test_a_stop_token_that_is_no_id_is_refused(tmp_path: Path, named: Any) -> None:
+def test_a_stop_token_that_is_no_id_is_refused(tmp_path: Path) -> None:
     for key, file in (("generation", "generation_config.json"), ("config", "config.json")):
-        section = saved(tmp_path / key, make_tokenizer(), **{key: {"eos_token_id": named}})
+        section = saved(tmp_path / key, make_tokenizer(), **{key: {"eos_token_id": [4, "<|end|>"]}})
         with pytest.raises(UserError, match=rf"target\.model: the {file} of .*eos_token_id"):
             _ = TargetFiles(section).tokenizer

@@ -269,10 +269,8 @@ def test_layers_of_several_shapes_are_counted_each() -> None:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mamba", {}, "linear_attention layers"),
     ("falcon_h1", {}, "hybrid layers"),
-    ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "conv layers"),
     ("rwkv", {}, "recurrent layers"),
     ("llama4_text", {}, "chunked_attention layers"),
-    ("deepseek_v32", {}, "indexed_attention layers"),
     ("mistral", {"per_layer_config": {0: {"sliding_window": 8}}}, r"windows of several lengths, \[8, "),
     ("t5", {}, "encoder-decoder"),
 ]
@@ -310,7 +308,7 @@ def test_decoders_that_cannot_verify_trees_are_refused(family: str, tmp_path: Pa
     assert "target.model" not in str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", a_few(["auto", "bfloat16", "float16", "float32"], "auto"))
+@pytest.mark.parametrize("dtype", a_few(["auto", "float16"], "auto"))
 def test_the_shipped_target_is_accepted_in_every_precision(dtype: Any) -> None:
     """A trained one: to it some tokens mean nearly the same, and what they change is no measure of rounding."""
     target = Target(TargetFiles(TargetSection(model=str(DEMO), dtype=dtype, device="cpu")).load_model())
@@ -339,36 +337,32 @@ def test_a_full_disk_under_the_target_s_files_is_told(tmp_path: Path, target_dir
 
 def test_forms_of_a_checkpoint_that_are_refused(tmp_path: Path) -> None:
     model = make_target(num_layers=1)
-
-    def folder(name: str, *files: tuple[str, bytes], config: Any = None) -> Path:
-        (tmp_path / name).mkdir()
-        if config is not None:
-            config.save_pretrained(tmp_path / name)
-        for file, content in files:
-            (tmp_path / name / file).write_bytes(content)
-        return tmp_path / name
-
     model.model.save_pretrained(tmp_path / "headless")  # the decoder alone: its head would be random
-    model.config.save_pretrained(tmp_path / "headless")
+    for name in ("headless", "pickled"):
+        model.config.save_pretrained(tmp_path / name)
+    AutoConfig.for_model("clip").save_pretrained(tmp_path / "tower")
     model.save_pretrained(tmp_path / "torn")
-    weights = tmp_path / "torn/model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    gguf = folder("gguf", ("x.gguf", b"GGUF"))
-    pickled = folder("pickled", ("pytorch_model.bin", b"PK"), config=model.config)
-    for path, reason in (
-        (pickled, r"pickled weights only \(pytorch_model.bin\)"),
-        (gguf / "x.gguf", "is GGUF, .*; name the folder or Hub id"),
-        (gguf, "is GGUF, .*; name the folder or Hub id"),
-        (tmp_path / "nowhere", "no such directory"),
-        (folder("empty"), "has no config.json"),
-        (folder("config alone", config=model.config), "cannot load.*safetensors"),
-        (folder("adapter", ("adapter_config.json", b'{"peft_type": "LORA"}')), "holds an adapter.*target.adapter"),
-        (tmp_path / "headless", r"lacks 1 of its tensors \(lm_head.weight\)"),
-        (tmp_path / "torn", "cannot load"),
-        (folder("tower", config=AutoConfig.for_model("clip")), "no causal LM of family clip"),
+    torn = (tmp_path / "torn/model.safetensors").read_bytes()[:-1000]
+    for name, content in (
+        ("torn/model.safetensors", torn),
+        ("pickled/pytorch_model.bin", b"PK"),
+        ("gguf/x.gguf", b"GGUF"),
+        ("adapter/adapter_config.json", b'{"peft_type": "LORA"}'),
     ):
-        with pytest.raises(UserError, match=f"(?s){reason}"):
-            TargetFiles(TargetSection(model=str(path))).load_model()
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    for name, reason in {
+        "pickled": r"pickled weights only \(pytorch_model.bin\)",
+        "gguf/x.gguf": "is GGUF",
+        "gguf": "is GGUF",
+        "": "has no config.json",
+        "adapter": "target.adapter",
+        "headless": r"lacks 1 of its tensors \(lm_head.weight\)",
+        "torn": "cannot load",
+        "tower": "no causal LM of family clip",
+    }.items():
+        with pytest.raises(UserError, match=reason):
+            TargetFiles(TargetSection(model=str(tmp_path / name))).load_model()
 
 
 LONGROPE = {
@@ -485,7 +479,6 @@ def test_up_to_where_longrope_changes_nothing_depends_on_neighbours_or_drafts() 
 def test_a_target_with_a_rotation_that_cannot_be_is_refused_from_its_config(tmp_path: Path) -> None:
     for rope, reason in (
         (LONGROPE | {"original_max_position_embeddings": None}, "original_max_position_embeddings None"),
-        (YARN | {"factor": "x"}, "factor 'x' .* not a number above 0"),
         (ROTATIONS["linear"] | {"factor": None}, "null for factor"),
         (BASE | {"rope_type": "banana"}, "cannot build a llama .*'banana'"),
     ):
@@ -536,5 +529,3 @@ def test_loading_takes_any_number_of_layers(tmp_path: Path) -> None:
     make_target(num_layers=1).save_pretrained(tmp_path)
     small = load_draft_model(TargetFiles(TargetSection(model=str(tmp_path), dtype="float32", device="cpu")))
     assert small.num_layers == 1 and small.vocab_size == 320
-    with pytest.raises(UserError, match=r"^draft_model\.model"):
-        load_draft_model(TargetFiles(TargetSection(model=str(tmp_path / "nothing"))))

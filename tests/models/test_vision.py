@@ -140,10 +140,7 @@ def test_pictures_of_every_shape_are_counted_as_the_model_reads_them(family: str
         assert len(reader.read(insert).embeddings) == insert.length
 
 
-@pytest.mark.parametrize(
-    ("family", "other"),
-    [("llava_next", "llava_next"), ("llava_next", "llava"), ("llava", "qwen2_5_vl"), ("qwen2_5_vl", "llava")],
-)
+@pytest.mark.parametrize(("family", "other"), [("llava_next", "llava_next"), ("llava", "qwen2_5_vl")])
 def test_another_model_s_image_processor_is_refused(
     family: str, other: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -162,11 +159,9 @@ def test_what_cannot_be_shown_is_refused(family: str, folders: dict[str, Path], 
     assert deaf.decode(list(render_prompt(deaf, [{"role": "user", "content": "the cat"}]))) == "the cat"
     for reader, content, reason in (
         (tokenizer, asked("what is <image>", picture())["content"], "placeholders differ: 1 and 2"),
-        (tokenizer, "what is <image>", "placeholders differ: 0 and 1"),
         (deaf, asked("the cat", picture())["content"], "placeholders differ: 1 and 0"),
         (tokenizer, [{"type": "video"}], "neither text nor picture: video"),
         (tokenizer, [{"type": "image"}], "without a path"),
-        (tokenizer, [{"type": "image", "path": 7, "sha256": "0"}], "^wrong type"),
         (tokenizer, [{"type": "image", "path": "a.png", "sha256": 5}], "^wrong type"),
     ):
         with pytest.raises(RenderError, match=reason):
@@ -203,9 +198,8 @@ def test_targets_that_see_otherwise_have_another_identity() -> None:
         model = copy.deepcopy(make_vision_target("llava"))
         next(p for name, p in model.named_parameters() if f"{part}." in name and p.dim() > 1).mul_(1.5)
         found.append(weight_digests(Target(model)))
-    assert (
-        len({each["embedding_digest"] for each in found}) == 1 and len({each["vision_digest"] for each in found}) == 3
-    )
+    assert len({each["embedding_digest"] for each in found}) == 1
+    assert len({each["vision_digest"] for each in found}) == 3
     assert "vision_digest" not in weight_digests(Target(make_target()))
 
 
@@ -364,11 +358,13 @@ def test_rows_share_a_pass_as_if_each_were_alone(family: str, folders: dict[str,
 # Mistakes.
 
 
-def test_pictures_that_a_target_cannot_read_are_refused(folders: dict[str, Path]) -> None:
+def test_inserts_that_a_target_cannot_read_are_refused(folders: dict[str, Path]) -> None:
     insert = prompts_of(folders["llava"])[0].inserts[0]
     assert isinstance(insert, PictureInsert)
-    with pytest.raises(UserError, match="reads text, but a prompt holds a picture; name a vision-language target"):
-        Target(make_target()).read_insert(insert)
+    with pytest.raises(UserError, match="name a vision-language target"):
+        small_target().read_insert(insert)
+    with pytest.raises(UserError, match="embeddings 32 wide"):
+        small_target().session().prefill([Prompt([5, 6, 7], (EmbeddingInsert(1, torch.zeros(2, 7)),))])
     target = Target(make_vision_target("llava"))
     for _ in range(2):  # before and after the picture is held
         with pytest.raises(UserError, match=f"embeddings of a picture than the {insert.length - 1} "):
@@ -466,16 +462,6 @@ def test_decoding_reads_inserts_as_the_text_that_they_are() -> None:
     assert [answer.accepted_per_round for answer in rounds] == [answer.accepted_per_round for answer in expected]
 
 
-def test_an_input_that_a_target_cannot_read_is_refused() -> None:
-    target = small_target()
-    too_wide = Prompt(TEXT, (EmbeddingInsert(1, torch.zeros(2, 7)),))
-    with pytest.raises(UserError, match="reads text, and embeddings 32 wide"):
-        target.session().prefill([too_wide])
-
-
-# Training.
-
-
 def rows_and_texts() -> tuple[list[TrainingRow], list[TrainingRow]]:
     """Two rows with inserts, one of them at the row's beginning, and the same as text."""
     target, texts = small_target(), [[*range(20, 34)], [*range(30, 41)]]
@@ -505,16 +491,6 @@ def test_training_reads_inserts_as_the_text_that_they_are(packed: bool) -> None:
     torch.testing.assert_close(mine.loss, plain.loss, rtol=1e-5, atol=1e-5)
     blind = [replace(row, inserts=()) for row in rows_and_texts()[0]]
     assert (sums(blind).loss - plain.loss).abs() > 1e-2
-
-
-def test_inserts_move_with_their_rows() -> None:
-    """Into one row, from rows of a batch that hold several documents."""
-    rows = rows_and_texts()[0]
-    batch = collate_as([*rows, rows[0]], [[1, 0], [2]]).one_row
-    assert [placed.row for placed in batch.inserts] == [0, 0, 0]
-    inserts = [placed.insert for placed in batch.inserts]
-    covered = [each.first + i for each in inserts for i in range(each.length)]
-    assert covered == (batch.ids[0] == HOLE).nonzero()[:, 0].tolist()
 
 
 def test_turns_join_to_rows_only_where_their_inserts_do() -> None:
