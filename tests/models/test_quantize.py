@@ -225,12 +225,11 @@ def test_rows_of_another_precision_have_their_own_plain_decoding(place: Path, tm
 
 
 def test_greedy_answers_of_coarse_precisions_are_reported_as_shares() -> None:
-    def told(**shares: float) -> str:
-        precision = {"fast": "int8", "exact": None, "fake": "fake int4, groups of 64"}
+    def told(fast: float = 1.0, fake: float = 1.0) -> str:
+        precision = {"fast": (fast, "int8"), "exact": (1.0, None), "fake": (fake, "fake int4, groups of 64")}
         rows = {
-            name: {"matches_target": shares.get(name, 1.0) == 1, "matching_share": shares.get(name, 1.0)}
-            | {"quantization": each, "lossless": True}
-            for name, each in precision.items()
+            name: {"matches_target": share == 1, "matching_share": share, "quantization": each, "lossless": True}
+            for name, (share, each) in precision.items()
         }
         about = {"mode": "decode", "temperature": 0, "dtype": "float32", "contender": "exact", "lossless": True}
         return summary.equality(about | {"contenders": rows})
