@@ -22,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.models.families import auto_class, layer_configs
+from draftsmith.models.families import auto_class
 from draftsmith.models.quantize import precision_name, quantized_bytes
 from draftsmith.models.target import decoder_layers, device_name
 from draftsmith.recipes.command.plan import PlanLines
@@ -170,9 +170,9 @@ def target_forward_bytes(config: Any, size: TargetSize, rows: int, tokens: int, 
 
 
 def attention_shapes(config: Any) -> list[tuple[int, int, int]]:
-    """(query heads, key/value heads, head dimension) of each layer of a text config."""
+    """(query heads, key/value heads, head dimension) of each layer of a text config. Gemma 4's layers differ."""
     shapes = []
-    for layer in layer_configs(config):
+    for layer in config.per_layer_config:
         heads = layer.num_attention_heads
         groups = getattr(layer, "num_key_value_heads", None) or heads
         shapes.append((heads, groups, getattr(layer, "head_dim", None) or layer.hidden_size // heads))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from draftsmith.models.families import layer_configs, rotations, usable_positions
+from draftsmith.models.families import rotations, usable_positions
 from draftsmith.models.layers import Attention, GatedMLP, RmsNorm, rotary
 from draftsmith.models.rotation import PLAIN, drafters_rotation
 from draftsmith.models.vocab import DraftVocab
@@ -70,7 +70,7 @@ class DrafterConfig:
         """The shape that fits a target; arguments that are None take the value of `config`, its text config."""
         # Where layers differ, the drafter takes after one with full attention, which it has, too.
         types = getattr(config, "layer_types", None) or []
-        layer = layer_configs(config)[types.index("full_attention") if "full_attention" in types else 0]
+        layer = config.per_layer_config[types.index("full_attention") if "full_attention" in types else 0]
         heads = num_attention_heads or layer.num_attention_heads
         width = intermediate_size or getattr(layer, "intermediate_size", None)
         if width is None:

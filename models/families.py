@@ -131,17 +131,6 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM if text_only else AutoModelForImageTextToText
 
 
-def planned_embedding_scale(config: Any) -> float:
-    """`Target.embedding_scale` as a text config tells it, for checks before any weight is read."""
-    usual = config.hidden_size**0.5 if config.model_type.startswith("gemma") else 1.0
-    return getattr(config, "embedding_multiplier", usual)
-
-
-def layer_configs(config: Any) -> list[Any]:
-    """The text config of each layer. They differ in Gemma 4: layers with full attention have wider heads."""
-    return list(config.per_layer_config)
-
-
 def scaled_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:
     """Logits [..., V] after the scaling and soft-capping of their family."""
     if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite

@@ -9,6 +9,7 @@ It has three uses:
 Shapes: B rows, T tokens, H hidden size, F = captured layers * H, V vocabulary, n tokens of an insert.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from draftsmith.models.alignment import Documents
-from draftsmith.models.digests import combined_digest
 from draftsmith.models.document_attention import document_attention
 from draftsmith.models.drafter_base import FrozenHead
 from draftsmith.models.families import AttentionKinds, scaled_logits
@@ -34,7 +34,7 @@ from draftsmith.models.target_trials import (
     tried_attention,
     working_packing,
 )
-from draftsmith.models.vision import SUPPORTED, PictureInsert, PictureReader
+from draftsmith.models.vision import SUPPORTED, EndOfForward, PictureInsert, PictureReader, is_vision_language
 from draftsmith.recipes.errors import UserError, first_line, quoted
 
 
@@ -85,10 +85,6 @@ def shallow_capture_layers(num_layers: int) -> list[int]:
     return sorted({int(num_layers > 3), num_layers // 2, num_layers - 1})
 
 
-class _AllCaptured(Exception):
-    """Ends a forward early, once all wanted states are captured."""
-
-
 @dataclass(frozen=True)
 class TargetStates:
     """Hidden states from one pass of the target."""
@@ -112,7 +108,8 @@ class Target:
         self.decoder = model.get_decoder()
         self.layers = decoder_layers(model)
         self.num_layers = len(self.layers)
-        self.pictures = PictureReader.of(model)  # None: it reads text only
+        # None: it reads text only.
+        self.pictures = PictureReader(model) if is_vision_language(model.config) else None
         self.head: nn.Module = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
@@ -149,7 +146,11 @@ class Target:
         if self.pictures is None:
             return None
         text = {id(parameter) for part in (self.decoder, self.head) for parameter in part.parameters()}
-        return combined_digest(each for each in self.model.parameters() if id(each) not in text)
+        found = hashlib.sha256()
+        for parameter in self.model.parameters():
+            if id(parameter) not in text:
+                found.update(tensor_digest(torch.atleast_1d(parameter), 64).encode())
+        return found.hexdigest()
 
     @property
     def frozen_head(self) -> FrozenHead:
@@ -300,7 +301,7 @@ class Target:
         self, input_ids_BT: torch.Tensor, capture: Sequence[int], inserts: Sequence[PlacedInsert] = ()
     ) -> torch.Tensor:
         """[B, T, F] states of these layers, one or more, as in `states`; later layers are not computed."""
-        with self.capturing(capture, end_there=True) as captured, suppress(_AllCaptured):
+        with self.capturing(capture, end_there=True) as captured, suppress(EndOfForward):
             self.decoder(**self.decoder_arguments(input_ids_BT, inserts), use_cache=False)
         return side_by_side(captured)
 
@@ -324,14 +325,14 @@ class Target:
     def capturing(self, layers: Sequence[int], end_there: bool = False) -> Iterator[list[torch.Tensor]]:
         """Collects the inputs of `layers` during one forward; for layer L, the decoder's output.
 
-        With `end_there`, the forward ends with `_AllCaptured` once all are captured.
+        With `end_there`, the forward ends with `EndOfForward` once all are captured.
         """
         captured: list[torch.Tensor] = []
 
         def hook(_module: nn.Module, args: tuple, kwargs: dict) -> None:
             captured.append(args[0] if args else kwargs["hidden_states"])
             if end_there and len(captured) == len(layers):
-                raise _AllCaptured
+                raise EndOfForward
 
         def final_hook(_module: nn.Module, _args: tuple, output: Any) -> None:
             captured.append(output.last_hidden_state)
@@ -367,3 +368,10 @@ def decoder_layers(model: Any) -> nn.ModuleList:
         name = type(model).__name__
         raise UserError(f"target.model: {name} has no list of its {count} decoder layers to capture states from")
     return lists[0]
+
+
+def tensor_digest(tensor: torch.Tensor, rows: int = 4096) -> str:
+    """sha256 over at most `rows` evenly spaced rows of a matrix, in bfloat16: equal for every precision of loading."""
+    chosen = torch.linspace(0, len(tensor) - 1, min(rows, len(tensor)), dtype=torch.float64).round().long()
+    values = tensor.detach()[chosen.to(tensor.device)].to(torch.bfloat16).cpu().contiguous()
+    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()

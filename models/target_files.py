@@ -27,19 +27,12 @@ from transformers.utils.hub import cached_file
 
 from draftsmith.models.chat import attach, listed_stops, set_template, tokenizer_fingerprint
 from draftsmith.models.costs import TargetSize, target_size, torch_dtype
-from draftsmith.models.digests import tensor_digest
-from draftsmith.models.families import (
-    attention_kinds,
-    auto_class,
-    planned_embedding_scale,
-    rotations,
-    usable_positions,
-)
+from draftsmith.models.families import attention_kinds, auto_class, rotations, usable_positions
 from draftsmith.models.guidance import GuidedTarget
 from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.picture_prompts import PictureProcessor
 from draftsmith.models.quantize import check_quantization, precision_name, quantize_layers
-from draftsmith.models.target import Target, decoder_layers, device_name
+from draftsmith.models.target import Target, decoder_layers, device_name, tensor_digest
 from draftsmith.models.target_lora import adapter_digest, merged
 from draftsmith.models.turn_ends import stop_ids
 from draftsmith.models.vision import is_vision_language
@@ -131,7 +124,10 @@ class TargetFiles:
 
     @property
     def planned_embedding_scale(self) -> float:
-        return planned_embedding_scale(self.text_config)
+        """`Target.embedding_scale` as the config tells it, for checks before any weight is read."""
+        config = self.text_config
+        usual = config.hidden_size**0.5 if config.model_type.startswith("gemma") else 1.0
+        return getattr(config, "embedding_multiplier", usual)
 
     def check_precision(self, device: str | None = None) -> None:
         """`quantize.check_quantization` of target.quantization, before any weight is read."""

@@ -73,8 +73,8 @@ class PictureStates:
         return self.embeddings.nbytes + (0 if self.deeper is None else self.deeper.nbytes)
 
 
-class _Merged(Exception):
-    """Ends the whole model's forward at its decoder."""
+class EndOfForward(Exception):
+    """Raised by a hook that needs nothing behind it."""
 
 
 def is_vision_language(config: Any) -> bool:
@@ -92,11 +92,6 @@ class PictureReader:
         self.placeholder: int = model.config.image_token_id
         self.has_axes = hasattr(self.whole, "get_rope_index")  # M-RoPE
         self._held: OrderedDict[str, PictureStates] = OrderedDict()
-
-    @staticmethod
-    def of(model: Any) -> "PictureReader | None":
-        """None: a model that reads text only."""
-        return PictureReader(model) if is_vision_language(model.config) else None
 
     def read(self, picture: PictureInsert) -> PictureStates:
         """The picture as the decoder reads it. Raises UserError if it has another number of embeddings than tokens."""
@@ -124,13 +119,13 @@ class PictureReader:
 
         def catch(_module: nn.Module, _args: tuple, given: dict[str, Any]) -> None:
             caught.update(given)
-            raise _Merged
+            raise EndOfForward
 
         # Before other hooks, which expect a pass of the decoder; with_kwargs: families name what they give.
         handle = self.decoder.register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
         try:
             self.whole(**inputs, use_cache=False)
-        except _Merged:
+        except EndOfForward:
             pass
         except ValueError as error:  # transformers counts placeholders and embeddings
             raise self._wrong_count(picture) from error

@@ -39,7 +39,6 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"ttt_steps": 4, "step_weight": 1.0},
     ),
 }
-TAUGHT_STEPS = 60
 
 
 def greedy(target: Target, prompt: Sequence[int], length: int, stop: int | None = None) -> list[int]:
@@ -130,15 +129,6 @@ def untaught(kind: str, target: Target, vocab: DraftVocab | None = None) -> Feat
     return drafter
 
 
-def taught_of_kind(
-    kind: str, target: Target, vocab: DraftVocab | None = None, prompts: Sequence[Sequence[int]] = PROMPTS
-) -> FeatureDrafter:
-    """A drafter of this kind that learnt some of the target's greedy answers, by the kind's own losses."""
-    drafter = untaught(kind, target, vocab)
-    _teach(trainee_of(recipe_of_kind(kind).train, drafter), target, prompts, 40, TAUGHT_STEPS)
-    return drafter
-
-
 @cache
 def pair_of(family: str, draft_tokens: int | None, **overrides: Any) -> tuple[Target, Eagle3Drafter]:
     """A target with a taught drafter, of the target's whole vocabulary or of `draft_tokens` tokens that it says."""
@@ -148,11 +138,13 @@ def pair_of(family: str, draft_tokens: int | None, **overrides: Any) -> tuple[Ta
 
 @cache
 def pair_of_kind(kind: str, family: str, draft_tokens: int | None, **overrides: Any) -> tuple[Target, FeatureDrafter]:
-    """`pair_of` with a drafter of any of `KINDS`."""
+    """`pair_of` with a drafter of any of `KINDS`, taught by the kind's own losses."""
     if kind == "eagle3":
         return pair_of(family, draft_tokens, **overrides)
     target, _ = pair_of(family, None, **overrides)
-    return target, taught_of_kind(kind, target, vocab_said(target, draft_tokens))
+    drafter = untaught(kind, target, vocab_said(target, draft_tokens))
+    _teach(trainee_of(recipe_of_kind(kind).train, drafter), target, PROMPTS, length=40, steps=60)
+    return target, drafter
 
 
 def vocab_said(target: Target, draft_tokens: int | None) -> DraftVocab:

@@ -12,8 +12,7 @@ from torch import distributed
 
 from draftsmith.models.alignment import Documents
 from draftsmith.models.costs import shared_out, target_size
-from draftsmith.models.digests import tensor_digest
-from draftsmith.models.target import Target
+from draftsmith.models.target import Target, tensor_digest
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run.sharded_target import ShardedTarget, load_sharded

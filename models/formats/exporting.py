@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 
 from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab, read_weights, shape_of_run
-from draftsmith.models.digests import tensor_digest
 from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.drafters import KINDS
 from draftsmith.models.eagle3 import Eagle3Config
@@ -22,6 +21,7 @@ from draftsmith.models.formats import eagle_format, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, ServingEngine
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.foreign import EMBEDDINGS, Foreign, format_of, read_foreign, reading_scaled
+from draftsmith.models.target import tensor_digest
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError

@@ -12,10 +12,10 @@ import torch
 from datasets import config as datasets_config
 from huggingface_hub import constants
 
-from draftsmith.models.digests import tensor_digest
 from draftsmith.models.formats import hub_push as on_hub
 from draftsmith.models.formats.exporting import Source, target_embeddings
 from draftsmith.models.formats.folder import read_folder
+from draftsmith.models.target import tensor_digest
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.hub_fetch import check_dataset, check_model

@@ -116,21 +116,6 @@ def test_buffers_hold_what_lists_of_columns_hold(examples: int) -> None:
     run_state_machine_as_test(Buffers, settings=effort(examples, steps=15))
 
 
-@pytest.mark.parametrize("lengths", [[3, 3], [4, 1, 2]])
-def test_what_new_slots_see_and_where_columns_stand(lengths: list[int]) -> None:
-    store = KeyValues([(kind(1, 2), kind(1, 2))], lengths, capacity=4)
-    store.place(1, 2)  # one slot stood there already
-    visible = torch.tensor([[1, 1, 0], [0, 0, 1]], dtype=torch.bool).expand(len(lengths), 2, 3)
-    seen = store.seen(visible)
-    positions = store.key_positions(torch.tensor([[100, 101, 101]]).expand(len(lengths), 3))
-    assert seen is not None
-    for b, length in enumerate(lengths):
-        for i in range(2):
-            beyond = [False] * (max(lengths) - length)
-            assert seen[b, i].tolist() == [True] * length + visible[b, i].tolist() + beyond
-        assert positions[b, : length + 3].tolist() == [*range(length), 100, 101, 101]
-
-
 @settings(effort(15))
 @given(counts=st.lists(st.sampled_from([1, 1, 2, 5, 130]), min_size=1, max_size=4), rows=st.integers(1, 3), seed=SEEDS)
 def test_drafted_slots_see_their_ancestors_and_themselves(counts: list[int], rows: int, seed: int) -> None:

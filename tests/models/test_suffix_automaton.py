@@ -21,9 +21,6 @@ from tests.decoding import decode_batch
 from tests.pairs import PROMPTS, greedy, pair_of
 from tests.replay_cases import assert_same_rounds, recorded
 from tests.sam_cases import CPU, beside, corpus_of, misleading, sam_alone
-from tests.thinning import EXHAUSTIVE
-
-# The structures, against a search.
 
 
 def occurrences(text: Sequence[int], suffix: Sequence[int]) -> list[int]:
@@ -55,8 +52,7 @@ def test_the_dynamic_automaton_finds_the_longest_suffix_that_occurred(tokens: in
             assert automaton.matched_end == found[1][0]
 
 
-@pytest.mark.parametrize("tokens", [50_000, pytest.param(1_000_000, marks=EXHAUSTIVE)])
-def test_a_token_costs_a_constant_number_of_steps(tokens: int) -> None:
+def test_a_token_costs_a_constant_number_of_steps() -> None:
     """Counted in reads of suffix links; long matches that break off are in the text."""
     reads = itertools.count()
 
@@ -68,7 +64,7 @@ def test_a_token_costs_a_constant_number_of_steps(tokens: int) -> None:
     chance, automaton = random.Random(0), DynamicAutomaton()
     automaton.link = Counting(automaton.link)
     passage, before = [chance.randrange(50) for _ in range(5000)], 0
-    for _ in range(tokens // 10_000):
+    for _ in range(5):
         text: list[int] = []
         while len(text) < 10_000:
             start = chance.randrange(4000)
@@ -77,7 +73,7 @@ def test_a_token_costs_a_constant_number_of_steps(tokens: int) -> None:
         now = next(reads)
         assert now - before < 8 * 10_000
         before = now
-    assert len(automaton.text) == tokens and len(automaton.edges) <= 2 * tokens
+    assert len(automaton.edges) <= 2 * len(automaton.text)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 9])
@@ -139,9 +135,6 @@ def test_a_file_holds_the_same_automaton_of_one_tokenizer(tmp_path: Path) -> Non
         StaticAutomaton.load(tmp_path / "none", "mine")
 
 
-# The proposer.
-
-
 def observed(proposer: SamProposer, text: list[int]) -> SamDraft:
     proposer.set_rows([], 1)
     proposer.observe(Committed(None, [text], None, [len(text) - 1]))  # type: ignore[arg-type]
@@ -162,9 +155,6 @@ def test_the_longer_match_drafts_and_the_bias_speaks_for_the_text() -> None:
     assert observed(SamProposer(CPU, 60, 4.0, corpus), [7]).tokens == []
 
 
-# The router.
-
-
 def test_a_fused_tree_is_a_trie_of_both() -> None:
     tree = DraftTree(torch.tensor([[9, 1, 2, 3, 4]]), torch.tensor([[-1, 0, 0, 1, 3]]), 3)
     merged = fused(tree, [SamDraft(STATIC, 5, [1, 3, 5, 6], [0, 1, 2, 3])])
@@ -181,24 +171,21 @@ def test_a_fused_tree_is_a_trie_of_both() -> None:
         fused(drawn, [SamDraft(STATIC, 5, [1], [0])])
 
 
-NEW_TOKENS = 30
-
-
 @pytest.mark.parametrize("name", ["alone", "routed", "fused"])
 def test_replay_gives_the_rounds_of_decoding_and_who_drafted_them(name: str) -> None:
     """Where SAM drafts, the other one observes nothing until it is asked again; that it then drafts the same is
     tests/eval/test_rounds.py's matter."""
     target, drafter = pair_of("llama", None)
     drafting = PolicyProposer(FeatureDrafting(drafter), policy_of(TreeSection(nodes=10, draft_calls=3, top_k=3)))
-    corpus = misleading([greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS], target.vocab_size)
+    corpus = misleading([greedy(target, prompt, 30) for prompt in PROMPTS], target.vocab_size)
     proposer = sam_alone(corpus) if name == "alone" else beside(drafting, corpus, 2, name == "fused")
     observe, read = drafting.observe, list[int]()
     drafting.observe = lambda committed: read.append(1) or observe(committed)  # type: ignore[method-assign]
-    [alone] = decode_batch(target, proposer, PROMPTS[:1], {-1}, NEW_TOKENS)
+    [alone] = decode_batch(target, proposer, PROMPTS[:1], {-1}, 30)
     by_sam = sum(DRAFTER not in each for each in alone.drafted_by)
     if name == "routed":
         assert 0 < by_sam < alone.rounds and len(read) == alone.rounds - by_sam
-    decoded = decode_batch(target, proposer, PROMPTS, {-1}, NEW_TOKENS)
+    decoded = decode_batch(target, proposer, PROMPTS, {-1}, 30)
     replayed = replay(target, proposer, recorded(decoded), 3)
     assert_same_rounds(replayed, decoded)
     credit: Counter[str] = Counter()

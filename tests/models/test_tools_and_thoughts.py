@@ -91,7 +91,6 @@ def regenerate_with(tokenizer: Any, source: str, path: Path, *answers: str) -> l
 
 
 # One conversation as data sets write it. Each must be asked and supervised in the same way.
-
 ASK = {"role": "user", "content": "where is the cat?"}
 LAST = {"role": "assistant", "content": "on the mat."}
 CALLED = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"q": "rain"}'}}
@@ -144,9 +143,6 @@ def test_regeneration_keeps_calls_and_results_and_asks_behind_them(tmp_path: Pat
     # What regenerate wrote is read again as prompts.
     (again,) = read_conversations(str(tmp_path / "r.jsonl"), Rejects())
     assert again.messages[:3] == record["messages"][:3] and again.meta == record["meta"]
-
-
-# Thoughts.
 
 
 def test_reasoning_content_is_supervised_as_the_template_writes_it(tmp_path: Path) -> None:

@@ -44,8 +44,6 @@ from tests.thinning import a_few, thinned
 
 ONE_EACH = {"positions_per_specialist": 1, "specialists": 2}
 TWO_EACH = {"positions_per_specialist": 2, "specialists": 2}
-
-
 EYES: dict[str, tuple[str, dict[str, Any], int, Any, Any]] = {  # base, own, steps, detached, losses
     "one token": ("eagle", {"compressed_tokens": 1}, 3, True, HASS),
     "three tokens": ("eagle", {"compressed_tokens": 3, "attention_bias": True}, 2, False, HASS),

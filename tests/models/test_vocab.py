@@ -36,17 +36,10 @@ def frequent_vocab(counts: torch.Tensor, size: int, must_have: Sequence[int] = (
     return cut_vocab(DraftVocab.full(len(counts)), counts, size, must_have, "drafter.vocab_size")
 
 
-def some_vocab(size: int = 7, vocab_size: int = 20, seed: int = 0) -> DraftVocab:
-    ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[:size]
-    return DraftVocab(ids.sort().values, vocab_size)
-
-
-# The mapping.
-
-
-@pytest.mark.parametrize("size", [1, 7, 19, 20])
+@pytest.mark.parametrize("size", [1, 7, 20])
 def test_round_trip(size: int) -> None:
-    vocab = some_vocab(size)
+    drawn = torch.randperm(20, generator=torch.Generator().manual_seed(0))[:size]
+    vocab = DraftVocab(drawn.sort().values, 20)
     ids = vocab.target_ids.tolist()
     assert [i + offset for i, offset in enumerate(vocab.d2t.tolist())] == ids
     assert [i for i, inside in enumerate(vocab.t2d.tolist()) if inside] == ids
@@ -69,9 +62,6 @@ def test_what_is_no_draft_vocabulary_is_refused(tmp_path: Path) -> None:
     save_file({"d2t": torch.zeros(3, dtype=torch.int64)}, path)
     with pytest.raises(UserError, match="not a draft vocabulary"):
         DraftVocab.load(path)
-
-
-# Ranking.
 
 
 def test_the_lowest_ids_fill_up_what_was_not_counted() -> None:
@@ -101,9 +91,6 @@ def test_sizes_that_cannot_be_are_refused() -> None:
     assert frequent_vocab(counts, 6).is_full  # nothing to choose, however little was seen
 
 
-# A cut for decoding (FR-Spec).
-
-
 @effort(100)
 @given(
     ids=st.sets(st.integers(0, 29), min_size=4),
@@ -128,17 +115,14 @@ def test_cut_equals_its_slow_twin(ids: set[int], counts: list[int], stops: set[i
                 cut_head_rows(vocab, other)
 
 
-# Token counts on disk.
-
-
 def test_equal_files_are_equal_bytes(tmp_path: Path) -> None:
     """Checkpoints and `draftsmith run` know their inputs by digests. safetensors draws the order of metadata anew."""
     path, about = tmp_path / "vocab.safetensors", {"covered_share": "0.5", "tokenizer": "né", "a": '["\\n"]', "b": "7"}
-    written = set()
-    for _ in range(12):
+    DraftVocab.full(5).save(path, about)
+    written = path.read_bytes()
+    for _ in range(11):
         DraftVocab.full(5).save(path, about)
-        written.add(path.read_bytes())
-    assert len(written) == 1
+        assert path.read_bytes() == written
     assert DraftVocab.load(path).same_as(DraftVocab.full(5)) and load_metadata(path) == about
 
 
@@ -162,9 +146,6 @@ def test_damaged_token_counts_are_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(UserError, match="not a readable safetensors file"):
         load_token_counts(path)
-
-
-# The script.
 
 
 def write_conversations(out: Path, outputs: list[list[int]]) -> None:
