@@ -28,11 +28,6 @@ class Ending(NamedTuple):
     statuses: list[int]  # exit codes by rank; -n: signal n ended it
     output: str  # stdout and stderr of all
 
-    @property
-    def status(self) -> int:
-        """Of the first rank that failed; 0: none has."""
-        return next((status for status in self.statuses if status), 0)
-
 
 def run_script(
     script: str,

@@ -225,9 +225,6 @@ def test_max_rows_ends_with_a_whole_answer(place: Path, script: Callable[..., st
         most = len(some.accepted) + 1
 
 
-# Which drafter a classifier belongs to.
-
-
 def test_a_classifier_for_another_drafter_is_refused(place: Path, tmp_path: Path) -> None:
     recipe = recipe_of(place)
     mine = drafter_identity(main_contender(recipe), DraftVocab.full(64))

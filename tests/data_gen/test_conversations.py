@@ -99,11 +99,6 @@ def test_generation_tags_and_prefix_comparison_agree(template: str, messages: li
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
-        (
-            "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}",
-            TWO_TURNS,
-            "empty mask",
-        ),
         (  # two marked stretches in one turn
             CHAT_TEMPLATE.replace("{% generation %}", "{% generation %}a{% endgeneration %}b{% generation %}"),
             talk("the cat", "sat"),
@@ -239,9 +234,6 @@ def test_fingerprint_tells_vocabulary_and_template_apart(tmp_path: Path) -> None
     assert tokenizer_fingerprint(tokenizer_with(LINES)) != same
     first.add_tokens([AddedToken("<tool>")])
     assert tokenizer_fingerprint(first) != same
-
-
-# The script.
 
 
 def test_show_marks_what_is_supervised(tmp_path: Path, target_dir: Path, capsys: pytest.CaptureFixture) -> None:

@@ -290,9 +290,6 @@ def test_bad_records_are_kept_and_stop_nothing(
         assert all(e["reason"].startswith(reason) for e, reason in zip(entries, [*bad, "not UTF-8"], strict=True))
 
 
-# Finished counts are kept.
-
-
 def test_what_changed_is_counted_anew(place: Path, rank_by: Script) -> None:
     a, b = write_lines(place / "a.jsonl", [{"text": "the cat"}, "{torn\n"]), place / "b.txt"
     b.write_text("the dog ran")
@@ -338,9 +335,6 @@ def regenerated(*output: int) -> dict[str, Any]:
     """A line of answers."""
     turn = {"prompt_token_ids": [2, 60, 4, 3], "output_token_ids": [*output], "finish_reason": "stop"}
     return {"id": "c", "messages": [{"role": "user", "content": "x"}], "turns": [turn]}
-
-
-# The blend.
 
 
 def test_blend_equals_its_slow_twin() -> None:
@@ -489,9 +483,6 @@ def test_the_answers_alone_are_counted_as_without_a_ranking(place: Path, rank_by
     assert torch.equal(load_token_counts(token_counts(place))[0], plain)
 
 
-# What users get wrong.
-
-
 def test_all_sources_that_are_wrong_are_told_at_once(place: Path, rank_by: Script) -> None:
     good = write_lines(place / "good.jsonl", [{"text": "the cat"}])
     write_lines(place / "blank.jsonl", ["\n", "\n"])
@@ -512,10 +503,3 @@ def test_all_sources_that_are_wrong_are_told_at_once(place: Path, rank_by: Scrip
     for number, pattern in enumerate(wrong.values(), start=1):
         assert any(re.search(rf"sources\.{number}: .*{pattern}", problem) for problem in caught.value.problems), pattern
     assert [path.name for path in (place / "out").iterdir()] == [".lock"]  # nothing was counted
-
-
-def test_a_corpus_smaller_than_the_vocabulary_is_filled_up(place: Path, rank_by: Script) -> None:
-    a = write_lines(place / "a.jsonl", [{"text": "the cat sat"}])
-    seen = len(counted(["the cat sat"], make_tokenizer()))
-    assert "note:" not in rank_by([{"source": str(a)}], f"drafter.vocab_size={seen + 4}")
-    assert f"note: only {seen + 4} of 100 draft" in rank_by([{"source": str(a)}], "drafter.vocab_size=100")

@@ -40,7 +40,6 @@ from tests.store_cases import SMALL_SHARDS, assert_same_store, rows_of
 from tests.thinning import a_few
 from tests.training_runs import run_main
 
-ROOT = Path(__file__).parents[2]
 # Many stop tokens, so that random-weight targets end most of their answers.
 STOPS = (4, 9, 11, 50, 60, 70, 80, 200, 210, 220, 230, 240, 250)
 
@@ -335,11 +334,8 @@ def test_a_torn_line_is_cut_off(tmp_path: Path, torn: bytes) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        '[{"id": "a", "prompt": "x"}]', '{"id": "a", "prompt": "x"}', '{"prompt": "x", "id": "a"}', "some text",
-        "some text\n", '{"id": "a", "prompt": "x",}\n', "[" * 100_000, "null", '{"id": "a", "messages": []}\n',
-    ],
-)  # fmt: skip
+    ['{"id": "a", "prompt": "x"}', "some text", '{"id": "a", "prompt": "x",}\n', "[" * 100_000, '{"id": "a"}\n'],
+)
 def test_what_somebody_else_wrote_is_never_taken_for_a_torn_line(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.jsonl").write_text(text)
     with pytest.raises(UserError, match=r"c\.jsonl:1: not a line of regenerate's"):

@@ -66,14 +66,12 @@ def test_text_and_tokens_that_agree_well_enough(tokenizer: PreTrainedTokenizerBa
     ("said", "problem"),
     [
         ({"token_ids": [7, 8], "completion_tokens": 3, "finish_reason": "length"}, "counts 3 tokens and gives 2"),
-        ({"text": "cat", "completion_tokens": 30}, "where at most 6 were asked for"),
         ({"token_ids": [7] * 30}, "where at most 6 were asked for"),
         ({"token_ids": [7] * 6}, "7 tokens, the stop token included"),
         ({"token_ids": [7, 8], "completion_tokens": 2}, "no stop token among the tokens"),
         ({"token_ids": [7], "completion_tokens": 1, "stopped_at": "\n\n"}, "it stopped at"),
         ({"token_ids": [7], "stopped_at": 77}, "it stopped at 77"),
         ({"token_ids": [], "finish_reason": "length"}, "the answer is empty"),
-        ({"completion_tokens": 0}, "the answer is empty"),
         ({"token_ids": [7, 5000]}, "5000 is none of the target's 320"),
         ({"token_ids": [-1]}, "-1 is none of the target's"),
         ({"token_ids": [7], "text": "something else"}, "another model"),
@@ -102,10 +100,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 # Answers.
 
 
-GIVEN = [("token_ids", False), ("token_ids", True), ("logprobs", True), ("content", False)]
-
-
-@pytest.mark.parametrize(("ids", "strip"), [*GIVEN, ("text", False), ("text", True)])
+@pytest.mark.parametrize(
+    "ids, strip", [*zip(("token_ids", "logprobs", "content", "text"), (True, True, False, True), strict=True)]
+)
 def test_token_ids_are_kept_or_made_of_the_text_and_said_to_be(place: ServedPlace, ids: str, strip: bool) -> None:
     place.ask(40, turns=3)
     with FakeServer(place.tokenizer, ids=ids, strip_stop=strip) as server:
@@ -269,17 +266,6 @@ def test_an_answer_that_never_comes_is_asked_for_by_the_next_run(place: ServedPl
         server.manners.lie = None
         place.run()
     place.check()
-
-
-def test_a_lie_is_caught_and_another_try_may_be_true(place: ServedPlace) -> None:
-    place.ask(6)
-    with FakeServer(place.tokenizer) as server:
-        server.manners.lie = lambda reply: reply["choices"][0].update(token_ids=[7, 5000], text="")
-        server.manners.lie_to = lambda prompt_ids: server.asked[tuple(prompt_ids)] == 1
-        place.use(server, concurrency=1)
-        printed = place.run()
-    place.check()
-    assert set(server.asked.values()) == {2} and "is another model served" in printed  # the server's last failure
 
 
 def test_other_finish_reasons_reject_the_conversation(place: ServedPlace) -> None:
@@ -531,7 +517,7 @@ def test_kills_of_regeneration_by_servers_lose_and_repeat_nothing(place: ServedP
                 ready, wait = (lambda least=least: lines_in(place.path) > least), chance.random() / 20
                 argv = [str(place.recipe)]
                 ending = run_script("data_gen/regenerate.py", argv, kill_when=ready, kill_after=wait)
-                assert ending.status == -signal.SIGKILL, ending.output
+                assert ending.statuses == [-signal.SIGKILL], ending.output
             after = one.asked + two.asked
             assert all(after[prompt] == before[prompt] for prompt in done), "asked again for what is written"
             assert place.path.read_bytes().startswith(whole)
