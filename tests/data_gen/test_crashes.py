@@ -1,8 +1,8 @@
 """Killed at any moment, nothing is lost, nothing is twice, and the losses are the same.
 
 Every state that a kill could leave of regeneration and of training is enumerated in this process. A few runs are killed
-for real. What one rank leaves of another's work only processes show: those of two ranks are slow. A sum of two ranks
-does not depend on who comes first: a run that goes on is compared bit for bit with one that nothing interrupts.
+for real, because what one rank leaves of another's work only processes show: these are slow. A sum of two ranks does
+not depend on who comes first: a run that goes on is compared bit for bit with one that nothing interrupts.
 """
 
 import functools
@@ -12,9 +12,14 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
+import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,12 +37,13 @@ from draftsmith.train.run.checkpoints import list_checkpoints, settle
 from draftsmith.train.run.processes import StopRequest
 from tests.conftest import make_target, make_tokenizer
 from tests.crash_states import State, full_disk, restore, state_of, synced_before_renamed, watched
-from tests.data_gen.crash import Ending, run_script, signalled_when
+from tests.ranks import LAST_WORDS_SECONDS, ON_CPUS, ROOT, free_port, words_of_launcher
 from tests.store_cases import SMALL_SHARDS, assert_same_store
 from tests.thinning import EXHAUSTIVE, a_few
 from tests.training_runs import SIX_STEPS, metrics, run_main, to_train, write_conversations
 
 CONVERSATIONS = 6
+POLL_SECONDS = 0.002
 CAPTURE_LAYERS = [0, 1, 2]
 
 
@@ -280,6 +286,25 @@ def test_a_full_disk_keeps_the_checkpoints_that_there_are(
     check_trained(output, whole_training.output)
 
 
+@contextmanager
+def signalled_when(ready: Callable[[], bool], number: signal.Signals) -> Iterator[None]:
+    """Sends a signal to this process, once, as soon as `ready` says so."""
+
+    def send() -> None:
+        while not ready():
+            time.sleep(POLL_SECONDS)
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(number, signal.default_int_handler)  # unless the run has a handler of its own
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    try:
+        yield
+        sender.join(60)
+    finally:
+        signal.signal(number, before)
+
+
 def test_sigterm_saves_and_ctrl_c_says_where_it_goes_on(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -302,7 +327,12 @@ def test_sigterm_saves_and_ctrl_c_says_where_it_goes_on(
     check_trained(output, whole)
 
 
+# Two ranks.
+
 RANKS = 2
+NOTICED_SECONDS = 0.1  # after a rank failed the launcher ends the others; torchrun looks as often
+PATIENCE_SECONDS = 2.0  # of the launcher with a rank that got SIGTERM; torchrun's is 30
+TIMEOUT_SECONDS = 300.0
 STEPS, TALKS = 12, 16
 # Saves, validations and replays lie between the steps.
 SETTINGS = {
@@ -311,6 +341,65 @@ SETTINGS = {
 }  # fmt: skip
 # What a rank says that was alive when another one died.
 LOST_PEER = re.compile(r"torch\.distributed\.Dist\w+Error: |RuntimeError: .*(gloo|[Cc]onnect|[Pp]eer|[Ss]ocket|store)")
+
+
+class Ending(NamedTuple):
+    """How a run ended."""
+
+    statuses: list[int]  # exit codes by rank; -n: signal n ended it
+    output: str  # stdout and stderr of all
+
+
+def run_ranks(
+    argv: Sequence[str],
+    more: Mapping[int, Sequence[str]] | None = None,
+    rank: int | None = None,
+    kill_when: Callable[[], bool] | None = None,
+    kill_after: float = 0.0,
+    kill_with: signal.Signals = signal.SIGKILL,
+) -> Ending:
+    """Trains with RANKS processes. If one fails, the others are ended as torchrun does it: SIGTERM, then SIGKILL.
+
+    Raises AssertionError with the output, in which the stacks of all threads stand, after TIMEOUT_SECONDS.
+
+    Args:
+        more: by rank, arguments that it alone is given, behind `argv`.
+        rank: which one of them is killed; None: all.
+        kill_when: asked all the time; `kill_after` seconds after it is first true, `kill_with` is sent.
+    """
+    port, failed, end = free_port(), False, time.monotonic() + TIMEOUT_SECONDS
+    with tempfile.TemporaryFile("ab+") as log:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(ROOT / "train/eagle3.py"), *argv, *(more or {}).get(each, ())],
+                cwd=ROOT,
+                env=os.environ | ON_CPUS | words_of_launcher(each, RANKS, port),
+                stdout=log,
+                stderr=log,
+                # Jobs that a shell runs in the background ignore Ctrl-C, and so would their children.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+            for each in range(RANKS)
+        ]
+        # When which signal goes to whom; after SIGABRT faulthandler prints the stacks.
+        due = [(end, signal.SIGABRT, processes), (end + LAST_WORDS_SECONDS, signal.SIGKILL, processes)]
+        while any(process.poll() is None for process in processes):
+            now = time.monotonic()
+            if kill_when is not None and kill_when():
+                due.append((now + kill_after, kill_with, processes if rank is None else [processes[rank]]))
+                kill_when = None
+            if not failed and any(process.poll() for process in processes):
+                failed, noticed = True, now + NOTICED_SECONDS
+                due += [(noticed, signal.SIGTERM, processes), (noticed + PATIENCE_SECONDS, signal.SIGKILL, processes)]
+            for at, number, whom in due:
+                for process in whom if at <= now else ():
+                    process.send_signal(number)  # to none that has ended
+            due = [each for each in due if each[0] > now]
+            time.sleep(POLL_SECONDS)
+        log.seek(0)
+        output = log.read().decode(errors="replace")
+    assert time.monotonic() < end, f"still running after {TIMEOUT_SECONDS} s:\n{output}"
+    return Ending([process.returncode for process in processes], output)
 
 
 class Place:
@@ -324,7 +413,7 @@ class Place:
         # Without replay a step's line may come after the next checkpoint: its sums are then saved and restored.
         own = {"train.zero_stage": stage, "train.eval_replay": 2 if stage else 0, "output_dir": output}
         overrides = [f"{key}={value}" for key, value in (SETTINGS | own).items()]
-        return run_script("train/eagle3.py", [str(self.recipe), *overrides], ranks=RANKS, **how)
+        return run_ranks([str(self.recipe), *overrides], **how)
 
     def finish(self, output: Path, stage: int) -> str:
         """Runs to the end, which is that of a run that nothing interrupts; what was printed."""

@@ -85,6 +85,19 @@ def test_states_come_back_as_near_as_their_dtype_allows(name: str) -> None:
     assert finite.all(-1).tolist() == [False, True, True, True, True] and not finite[0].any()
 
 
+def test_teacher_positions_are_those_that_columns_look_at() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        edges = sorted(chance.sample(range(25), 2 * chance.randint(1, 4)))
+        spans = list(zip(edges[::2], edges[1::2], strict=True))
+        span = torch.zeros(1, 25, dtype=torch.long)
+        for number, (start, end) in enumerate(spans, start=1):
+            span[0, start:end] = number
+        columns = columns_of(span, steps=3)
+        teachers = {int(t) + 1 + k for k in range(3) for t in columns.index[0][columns.counted(k)[0]]}
+        assert teacher_positions(spans) == sorted(teachers)
+
+
 def test_a_store_holds_what_the_target_says_of_each_row_alone(recipe_path: Path, store: Path) -> None:
     recipe = load_recipe(recipe_path)
     target, rows, opened = target_of(recipe), rows_of(recipe), Store(store)
