@@ -4,7 +4,6 @@ import gzip
 import json
 import random
 import re
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -48,6 +47,7 @@ from tests import reference
 from tests.conftest import VOCAB_SIZE, make_tokenizer
 from tests.strategies import for_all
 from tests.thinning import EXHAUSTIVE
+from tests.training_runs import run_main
 
 WORDS = ["the", "cat", "sat", "on", "mat;", "dogs", "ran,", "rain", "fell\nafter", "", "noon", "für", "3.5", "Ü", "☂"]
 TEMPLATE = [1, 2, 3, 4]  # system, user, assistant, end: what the tests' chat template writes
@@ -107,8 +107,7 @@ def rank_by(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
     def call(sources: list[dict[str, Any]], *arguments: str) -> str:
         ranking = f"data.ranking={json.dumps({'sources': sources})}"
-        monkeypatch.setattr(sys, "argv", ["rank_vocab.py", str(place / "recipe.yaml"), ranking, *arguments])
-        rank_vocab.main()
+        run_main(rank_vocab, place / "recipe.yaml", ranking, *arguments)
         return capsys.readouterr().out
 
     return call
