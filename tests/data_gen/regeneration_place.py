@@ -1,7 +1,6 @@
 """Folders in which tests let a target, or servers, write answers."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import VOCAB_SIZE, make_tokenizer
 from tests.data_gen.fake_server import STOP, FakeServer, expected
+from tests.training_runs import run_main
 
 LIMIT = 24  # max_new_tokens of servers
 
@@ -49,9 +49,7 @@ class RegenerationPlace:
 
     def run(self, *arguments: str) -> str:
         """What a run prints."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["regenerate.py", str(self.recipe), *arguments])
-            regenerate.main()
+        run_main(regenerate, self.recipe, *arguments)
         return self.printed()
 
     def printed(self) -> str:

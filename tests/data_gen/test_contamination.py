@@ -65,6 +65,9 @@ def test_equal_questions_whatever_case_spacing_and_signs() -> None:
     assert find([asks(text, name="e")], f"請問:{text[:30]}。") == ("e", "overlap", 0.643)  # 18 of 28
     assert find([asks("∫∑?", name="e")], "∫∑ ?") == ("e", "exact", 1.0)
     assert find([asks("∫∑?", name="e")], "!?!") is None
+    for role in ("system", "assistant", "tool"):
+        said = [{"role": "user", "content": "x"}, {"role": role, "content": "What is the capital of France?"}]
+        assert EvaluationIndex(evaluation).find(Conversation("t", said)) is None
 
 
 @given(
@@ -82,13 +85,6 @@ def test_overlap_is_the_share_of_runs(asked: list[str], seen: list[str], kept: t
     share = 1.0 if seen == asked else len(runs & there) / len(runs)
     expected = ("e", "exact" if seen == asked else "overlap", round(share, 3)) if share >= 0.5 else None
     assert find([asks(" ".join(asked), name="e")], ", ".join(seen).upper()) == expected
-
-
-def test_only_user_turns_count() -> None:
-    index = EvaluationIndex([asks("What is the capital of France?")])
-    for role in ("system", "assistant", "tool"):
-        messages = [{"role": "user", "content": "x"}, {"role": role, "content": "What is the capital of France?"}]
-        assert index.find(Conversation("t", messages)) is None
 
 
 def test_the_most_similar_evaluation_turn_is_named() -> None:
@@ -225,9 +221,6 @@ def test_evaluation_prompts_that_cannot_be_read(
         screen(removing, conversations, Rejects())
     mt_bench, gone, advice = caught.value.problems
     assert "cannot fetch" in mt_bench and "no such file" in gone and "data.contamination=list" in advice
-
-
-# The script.
 
 
 def test_script(tmp_path: Path, target_dir: Path, capsys: pytest.CaptureFixture) -> None:

@@ -129,13 +129,6 @@ def test_every_form_of_captioned_pictures(place: Workspace) -> None:
     assert {c.id: with_picture_parts(c) for c in again} == place.prompts()
 
 
-def test_relative_paths_start_at_the_source(place: Workspace) -> None:
-    (place.folder / "deep").mkdir()
-    (place.folder / "deep/red.png").write_bytes(picture_bytes("blue"))
-    place.run(place.write("deep/x.jsonl", [{"image": "red.png"}]))
-    assert place.prompts()["x.jsonl:1"][0]["content"][1]["path"] == str(place.folder / "deep/red.png")
-
-
 def conversation(*contents: Any, images: list[str] | None = None) -> Conversation:
     return Conversation("c", [{"role": "user", "content": content} for content in contents], images or [])
 
@@ -220,11 +213,8 @@ def test_a_prompt_is_instruction_picture_request_whatever_the_order(monkeypatch:
     assert turns(user("From", a, "to", b)) == [user("From", a, "to", b, "R 1,000")]
     system = {"role": "system", "content": "Be kind."}
     dropped = {"role": "assistant", "content": "caption"}
-    assert turns(system, user(a, "x"), dropped, user("more"), dropped) == [
-        system,
-        user("x", a, "R 1,000"),
-        user("more", "R 1,000"),
-    ]
+    later = [user("x", a, "R 1,000"), user("more", "R 1,000")]
+    assert turns(system, user(a, "x"), dropped, user("more"), dropped) == [system, *later]
     with pytest.raises(ValueError, match=r"^no picture: "):
         turns(user("x"))
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import random
 import re
 import signal
 import threading
@@ -12,17 +11,83 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.server_client import client as server_client
 from draftsmith.data_gen.server_client import generator as server_generator
 from draftsmith.data_gen.server_client.client import Client
+from draftsmith.data_gen.server_client.server_answers import Completion, Failed, Vocabulary, read_answer
 from draftsmith.models.chat import render_prompt
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.server_urls import server_url
-from tests.data_gen.crash import run_script, signalled_when
+from tests.conftest import make_tokenizer
 from tests.data_gen.fake_server import STOP, FakeServer, Reply, dripping, expected, raw
 from tests.data_gen.regeneration_place import LIMIT, ServedPlace
-from tests.data_gen.test_crashes import lines_in
+from tests.data_gen.test_crashes import lines_in, signalled_when
+
+
+def read(tokenizer: PreTrainedTokenizerBase, **said: Any) -> tuple[list[int], str, bool]:
+    return read_answer(Completion(**said), [5, 6], 6, Vocabulary(tokenizer, 320, (STOP, 9)))
+
+
+def test_stop_tokens_that_servers_strip(tokenizer: PreTrainedTokenizerBase) -> None:
+    word = tokenizer("the cat", add_special_tokens=False)["input_ids"]
+    told = {"text": "the cat", "finish_reason": "stop"}
+    assert read(tokenizer, **told, token_ids=word) == ([*word, STOP], "stop", False)
+    assert read(tokenizer, **told, token_ids=word, stopped_at=9) == ([*word, 9], "stop", False)
+    assert read(tokenizer, **told) == ([*word, STOP], "stop", True)
+    assert read(tokenizer, **told, stopped_at=9) == ([*word, 9], "stop", True)
+    # The target may end its turn at once, and a server may go on behind its end.
+    assert read(tokenizer, finish_reason="stop", completion_tokens=1) == ([STOP], "stop", True)
+    assert read(tokenizer, finish_reason="stop", token_ids=[9], completion_tokens=1) == ([9], "stop", False)
+    assert read(tokenizer, finish_reason="length", token_ids=[7, STOP, 7, 9]) == ([7, STOP], "stop", False)
+
+
+def test_the_stop_token_that_was_stripped_is_the_template_s_before_the_tokenizer_s() -> None:
+    tokenizer = make_tokenizer(roles={"pad_token": "<|pad|>", "eos_token": "<|system|>"})
+    assert Vocabulary(tokenizer, 320, (9, 1, STOP)).usual_stop == STOP
+    assert Vocabulary(tokenizer, 320, (9, 1)).usual_stop == 1
+    assert Vocabulary(tokenizer, 320, (9,)).usual_stop == 9
+
+
+def test_text_and_tokens_that_agree_well_enough(tokenizer: PreTrainedTokenizerBase) -> None:
+    ids, reason, retokenised = read(tokenizer, text="zqxjvkwzqxjvk", finish_reason="stop")  # more than asked for
+    assert (len(ids), reason, retokenised) == (6, "length", True)
+    # Half a character at the end of a cut answer is not text of the target's.
+    assert read(tokenizer, text="the cat\ufffd", finish_reason="length")[0] == tokenizer("the cat")["input_ids"]
+    word = tokenizer("caf\u00e9", add_special_tokens=False)["input_ids"]
+    assert read(tokenizer, text=" caf", token_ids=word[:-1], finish_reason="length") == (word[:-1], "length", False)
+    assert read(tokenizer, text="caf\u00e9<|end|>", token_ids=[*word, STOP], finish_reason="stop")[1] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ({"token_ids": [7, 8], "completion_tokens": 3, "finish_reason": "length"}, "counts 3 tokens and gives 2"),
+        ({"token_ids": [7] * 30}, "where at most 6 were asked for"),
+        ({"token_ids": [7] * 6}, "7 tokens, the stop token included"),
+        ({"token_ids": [7, 8], "completion_tokens": 2}, "no stop token among the tokens"),
+        ({"token_ids": [7], "completion_tokens": 1, "stopped_at": "\n\n"}, "it stopped at"),
+        ({"token_ids": [7], "stopped_at": 77}, "it stopped at 77"),
+        ({"token_ids": [], "finish_reason": "length"}, "the answer is empty"),
+        ({"token_ids": [7, 5000]}, "5000 is none of the target's 320"),
+        ({"token_ids": [-1]}, "-1 is none of the target's"),
+        ({"token_ids": [7], "text": "something else"}, "another model"),
+        ({"text": "cat \ud800"}, "half a character"),
+        ({"text": "cat", "prompt_token_ids": [1, 2]}, "another prompt"),
+        ({"text": "cat", "prompt_tokens": 1}, "counts 1 prompt tokens"),
+        ({"text": "cat", "finish_reason": "abort"}, "did not finish"),
+    ],
+)
+def test_lies_are_caught(tokenizer: PreTrainedTokenizerBase, said: dict[str, Any], problem: str) -> None:
+    with pytest.raises(Failed, match=re.escape(problem)):
+        read(tokenizer, **({"finish_reason": "stop"} | said))
+
+
+@pytest.mark.parametrize("body", [[], {}, {"choices": [{}, {}]}, {"choices": 3}, {"error": {"message": "x"}}, "x"])
+def test_replies_that_are_none(body: Any) -> None:
+    with pytest.raises(Failed):
+        Completion.of(body)
 
 
 @pytest.fixture
@@ -33,10 +98,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 # Answers.
 
 
-GIVEN = [("token_ids", False), ("token_ids", True), ("logprobs", True), ("content", False)]
-
-
-@pytest.mark.parametrize(("ids", "strip"), [*GIVEN, ("text", False), ("text", True)])
+@pytest.mark.parametrize(
+    ("ids", "strip"),
+    [("token_ids", True), ("logprobs", True), ("content", False), ("text", False), ("text", True)],
+)
 def test_token_ids_are_kept_or_made_of_the_text_and_said_to_be(place: ServedPlace, ids: str, strip: bool) -> None:
     place.ask(40, turns=3)
     with FakeServer(place.tokenizer, ids=ids, strip_stop=strip) as server:
@@ -121,10 +186,9 @@ def test_errors_and_torn_connections_are_tried_again(place: ServedPlace) -> None
     assert failed > 5 and sum(map(int, re.findall(r"(\d+) failed tries", printed))) == failed
 
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_retry_after_is_honoured(place: ServedPlace, status: int) -> None:
+def test_retry_after_is_honoured(place: ServedPlace) -> None:
     place.ask(1, turns=1)
-    with FakeServer(place.tokenizer, fail=1.0, status=status, retry_after="0.4") as server:
+    with FakeServer(place.tokenizer, fail=1.0, status=503, retry_after="0.4") as server:
         place.use(server)
         with meanwhile(lambda: bool(server.times), lambda: setattr(server.manners, "fail", 0.0)):
             place.run()
@@ -200,17 +264,6 @@ def test_an_answer_that_never_comes_is_asked_for_by_the_next_run(place: ServedPl
         server.manners.lie = None
         place.run()
     place.check()
-
-
-def test_a_lie_is_caught_and_another_try_may_be_true(place: ServedPlace) -> None:
-    place.ask(6)
-    with FakeServer(place.tokenizer) as server:
-        server.manners.lie = lambda reply: reply["choices"][0].update(token_ids=[7, 5000], text="")
-        server.manners.lie_to = lambda prompt_ids: server.asked[tuple(prompt_ids)] == 1
-        place.use(server, concurrency=1)
-        printed = place.run()
-    place.check()
-    assert set(server.asked.values()) == {2} and "is another model served" in printed  # the server's last failure
 
 
 def test_other_finish_reasons_reject_the_conversation(place: ServedPlace) -> None:
@@ -440,30 +493,4 @@ def test_an_interrupt_keeps_what_is_answered(place: ServedPlace) -> None:
         assert 5 < written < 60 and written - int(told) in (0, 1)  # it may come between a line and its count
         server.manners.seconds = 0
         place.run()
-    place.check()
-
-
-@pytest.mark.slow
-def test_kills_of_regeneration_by_servers_lose_and_repeat_nothing(place: ServedPlace) -> None:
-    place.ask(60)
-    chance, manners = random.Random(0), {"seconds": 0.02, "fail": 0.05, "tear": 0.05}
-    with FakeServer(place.tokenizer, **manners) as one, FakeServer(place.tokenizer) as two:
-        place.use(one, two, concurrency=5)
-        for least in (0, 20, None):  # the last one ends by itself
-            kept = place.path.read_bytes() if place.path.exists() else b""
-            whole = kept[: kept.rfind(b"\n") + 1]
-            done = {
-                tuple(turn["prompt_token_ids"]) for line in whole.splitlines() for turn in json.loads(line)["turns"]
-            }
-            before = one.asked + two.asked
-            if least is None:
-                place.run()
-            else:
-                ready, wait = (lambda least=least: lines_in(place.path) > least), chance.random() / 20
-                argv = [str(place.recipe)]
-                ending = run_script("data_gen/regenerate.py", argv, kill_when=ready, kill_after=wait)
-                assert ending.status == -signal.SIGKILL, ending.output
-            after = one.asked + two.asked
-            assert all(after[prompt] == before[prompt] for prompt in done), "asked again for what is written"
-            assert place.path.read_bytes().startswith(whole)
     place.check()

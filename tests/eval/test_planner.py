@@ -52,9 +52,9 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import TargetSession
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.sections.eval import TreeSection
-from tests.c2t_cases import place as place
 from tests.clock import Clock
 from tests.conftest import make_target
+from tests.data_gen.test_c2t import place as place
 from tests.training_runs import run_main
 
 

@@ -18,7 +18,7 @@ from draftsmith.recipes.sections.train import ClassifierSection
 from draftsmith.train.run import classifier as classifier_training
 from draftsmith.train.run.classifier import epoch_batches, rate_of, rates, split, train_classifier, validate
 from tests import reference
-from tests.c2t_cases import made_trees
+from tests.data_gen.test_c2t import made_trees
 from tests.scripted_drafting import VOCAB, Table
 
 
