@@ -16,7 +16,7 @@ from draftsmith.train.loss.head_loss import HeadLoss, Teacher
 from draftsmith.train.loss.losses import Lesson, LossWeights, feature_regression
 from draftsmith.train.loss.step_weights import acceptance_weights, fixed_weights
 from draftsmith.train.loss.unroll import add_noise
-from draftsmith.train.run.settings import trainee_of
+from draftsmith.train.run.engine import trainee_of
 from tests import reference, slow_drafters
 from tests.thinning import pairwise
 
