@@ -1,4 +1,4 @@
-"""What tests/train/test_sharded_target.py runs as several processes: a shared-out target beside the whole one, in each.
+"""What tests/train/test_processes.py runs as several processes: a shared-out target beside the whole one, in each.
 
 torchrun --nproc_per_node 3 tests/sharded_ranks.py DIRECTORY DTYPE ...       pairs; prints one line from each rank
 """
