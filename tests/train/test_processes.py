@@ -105,7 +105,7 @@ class Place:
     ) -> Path:
         """Four micro-batches a step, however many processes there are: one alone runs in this process."""
         drafter, settings = RUNS[name]
-        output = self.folder / f"{name}-{label}"
+        output = self.folder / re.sub(r"\W+", "-", f"{name}-{label}")
         write_conversations(output / "conversations.jsonl", 22)  # 19 to train: the last batch of an epoch is smaller
         if self.poison is not None:
             only_c5_answers_with(self.poison, output / "conversations.jsonl")
@@ -174,7 +174,7 @@ TOGETHER = [
 def test_two_ranks_follow_the_trajectory_of_one(
     name: str, settings: str, place: Place, of_one: Callable[[str], Path]
 ) -> None:
-    output = place.run(name, settings.replace(" ", "-"), 2, *settings_of(settings))
+    output = place.run(name, settings, 2, *settings_of(settings))
     assert place.said.count("the target's layers are sharded over 2 processes") == int("shard_target" in settings)
     check_same(output, of_one(name))
 
@@ -199,7 +199,7 @@ def test_a_run_goes_on_under_another_stage_and_other_processes(
     first: tuple[int, str], then: tuple[int, str], place: Place, of_one: Callable[[str], Path]
 ) -> None:
     """(processes, settings); the number of micro-batches a step is the same."""
-    label = f"goes-on-{first}-{then}".replace(" ", "")
+    label = f"{first}, then {then}"
     output = place.run("eagle3", label, first[0], *settings_of(first[1]))
     shutil.rmtree(output / "checkpoints/step-00000006")
     shutil.rmtree(output / "drafter")
