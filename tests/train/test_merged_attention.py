@@ -134,8 +134,7 @@ def test_a_broken_key_is_told_to_those_who_see_it_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_fused_kernel_of_this_device_is_right(dtype: torch.dtype) -> None:
-    assert is_right(FLASH_CPU, CPU, dtype, heads=4, groups=2, size=64)
-    assert kernel_for(CPU, dtype, 4, 2, 64) is FLASH_CPU
+    assert is_right(FLASH_CPU, CPU, dtype, 4, 2, 64) and kernel_for(CPU, dtype, 4, 2, 64) is FLASH_CPU
 
 
 def test_a_kernel_that_is_missing_or_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +165,9 @@ def test_a_kernel_that_is_missing_or_wrong_is_not_taken(monkeypatch: pytest.Monk
     )
 
 
-def test_flash_attn_is_called_as_its_interface_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads its second dimension but one, gradients in tensors that the caller brings; arguments of version 2.7 on."""
+def test_kernels_of_gpus_are_called_as_their_interfaces_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads its second dimension but one, gradients in tensors that the caller brings; arguments of version 2.7 on.
+    And keys that are copied for each head are summed again."""
 
     def forward(q, k, v, dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, return_softmax):
         assert (dropout_p, left, right, softcap, alibi_slopes, return_softmax) == (0.0, -1, -1, 0.0, None, False)
@@ -191,6 +191,9 @@ def test_flash_attn_is_called_as_its_interface_has_it(monkeypatch: pytest.Monkey
     assert is_right(attention_kernels.FLASH_PACKAGE, CPU, torch.float32, 4, 2, 16)
     vars(interface).pop("_flash_attn_backward")
     assert not is_right(attention_kernels.FLASH_PACKAGE, CPU, torch.float32, 4, 2, 16)
+    monkeypatch.setattr(attention_kernels, "_cuda_forward", BLOCKS.forward)
+    monkeypatch.setattr(attention_kernels, "_cuda_backward", BLOCKS.backward)
+    assert is_right(attention_kernels.FLASH_CUDA_COPYING, CPU, torch.float32, 6, 2, 16)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -216,12 +219,6 @@ def test_autocast_does_not_round_scores(kernel: Kernel) -> None:
             "rounded", lambda q, k, v, causal: BLOCKS.forward(q, k.bfloat16().float(), v, causal), kernel.backward
         )
         assert is_right(kernel, CPU, torch.float32, 4, 2, 16) and not is_right(rounded, CPU, torch.float32, 4, 2, 16)
-
-
-def test_keys_that_are_copied_for_each_head_are_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernels, "_cuda_forward", BLOCKS.forward)
-    monkeypatch.setattr(attention_kernels, "_cuda_backward", BLOCKS.backward)
-    assert is_right(attention_kernels.FLASH_CUDA_COPYING, CPU, torch.float32, 6, 2, 16)
 
 
 @pytest.mark.gpu

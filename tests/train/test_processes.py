@@ -100,15 +100,16 @@ class Place:
     def __init__(self, folder: Path, target: Path, poison: int | None = None):
         self.folder, self.target, self.poison = folder, target, poison
 
-    def run(
-        self, name: str, label: str, processes: int, *overrides: str, launcher: Sequence[str] | None = None
-    ) -> Path:
+    def run(self, name: str, label: str, processes: int, *overrides: str, launcher: Sequence[str] = ()) -> Path:
         """Four micro-batches a step, however many processes there are: one alone runs in this process."""
         drafter, settings = RUNS[name]
         output = self.folder / re.sub(r"\W+", "-", f"{name}-{label}")
         write_conversations(output / "conversations.jsonl", 22)  # 19 to train: the last batch of an epoch is smaller
         if self.poison is not None:
-            only_c5_answers_with(self.poison, output / "conversations.jsonl")
+            path = output / "conversations.jsonl"
+            lines = [json.loads(re.sub(rf"\b{self.poison}\b", "5", line)) for line in path.read_text().splitlines()]
+            lines[5]["turns"][-1]["output_token_ids"][1] = self.poison
+            path.write_text("\n".join(map(json.dumps, lines)) + "\n")
         vocab = DraftVocab(torch.arange(0, 320, 320 // drafter.get("vocab_size", 320)), 320)
         vocab.save(output / "draft_vocab.safetensors")
         # Validation leaves one of two ranks with less to do, or with nothing.
@@ -124,12 +125,6 @@ class Place:
         else:
             self.said = run_ranks(processes, f"train/{drafter['kind']}.py", [str(path), *overrides], launcher=launcher)
         return output
-
-
-def only_c5_answers_with(token: int, path: Path) -> None:
-    lines = [json.loads(re.sub(rf"\b{token}\b", "5", line)) for line in path.read_text().splitlines()]
-    lines[5]["turns"][-1]["output_token_ids"][1] = token
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
 
 
 @pytest.fixture(scope="module")

@@ -147,10 +147,10 @@ def test_gradients_are_divided_by_the_columns_of_all_ranks(
 
 def test_the_logged_loss_is_that_of_a_column() -> None:
     tally, alone = Tally.empty(2, torch.device("cpu")), SimpleNamespace(reduce=lambda tensor, how: tensor)
-    for sums, values in ((tally.loss, 6), (tally.columns, 3), (tally.reached, [3, 1]), (tally.correct, [3, 0])):
+    for sums, values in ((tally.loss, 6), (tally.columns, 3), (tally.reached, [4, 2]), (tally.correct, [2, 1])):
         sums += torch.tensor(values)
     line = tally.over_ranks(alone)  # type: ignore[arg-type]
-    assert (line["loss"], line["accuracy"], line["simulated_tau"]) == (2, [1, 0], 2)
+    assert (line["loss"], line["accuracy"], line["simulated_tau"]) == (2, [0.5, 0.5], 1 + 0.5 + 0.25)
 
 
 def test_micro_batches_of_all_processes_make_a_step(recipe_path: Path) -> None:
