@@ -36,7 +36,7 @@ from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS, Tally, ThroughputMeter
 from draftsmith.train.run import training_inputs
-from draftsmith.train.run.checkpoints import list_checkpoints, run_identity
+from draftsmith.train.run.checkpoints import list_checkpoints, run_identity, step_of
 from draftsmith.train.run.engine import Engine
 from draftsmith.train.run.initial_drafter import add_lora, merge_lora
 from draftsmith.train.run.loop import Loop
@@ -347,30 +347,7 @@ def test_replay_takes_so_many_conversations_with_all_their_rows() -> None:
     assert [answer.conversation_id for answer, _ in answers_of(rows, 2)] == ["a", "a", "b"]
 
 
-# The best checkpoint.
-
-TAUS = {1: 1.2, 2: 1.9, 3: 1.9, 4: 1.5, 5: 1.1, 6: 1.7}  # of equals the later step counts
-
-
-def replay_says(monkeypatch: pytest.MonkeyPatch, taus: dict[int, float]) -> None:
-    """Replay finds these, by the step: each is logged."""
-
-    def replayed(self: Loop) -> dict[str, Any]:
-        return {"replay_tau": taus[max(self.metrics.values("lr"), default=0) + 1]}
-
-    monkeypatch.setattr(Loop, "replayed", replayed)
-
-
-BY_REPLAY = (
-    "train.keep_best=replay_tau",
-    "train.eval_replay=2",
-    "train.save_every_steps=1",
-    "train.keep_checkpoints=1",
-)
-
-
-def kept_steps(output: Path) -> list[int]:
-    return [int(path.name[-8:]) for path in list_checkpoints(output / "checkpoints")]
+TAUS = {1: 1.2, 2: 1.9, 3: 1.9, 4: 1.5, 5: 1.1, 6: 1.7, 7: 1.6, 8: 2.0}  # of equals the later step counts
 
 
 def drafter_is_of(output: Path, step: int) -> bool:
@@ -381,28 +358,28 @@ def drafter_is_of(output: Path, step: int) -> bool:
 def test_the_best_checkpoint_is_kept_and_its_drafter_saved(
     recipe_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    replay_says(monkeypatch, TAUS)
-    output = train(recipe_path, *BY_REPLAY)
-    assert kept_steps(output) == [3, 6]
+    def replayed(self: Loop) -> dict[str, Any]:
+        return {"replay_tau": TAUS[max(self.metrics.values("lr"), default=0) + 1]}
+
+    def kept_steps() -> list[int]:
+        return [step_of(path) for path in list_checkpoints(output / "checkpoints")]
+
+    monkeypatch.setattr(Loop, "replayed", replayed)
+    own = ("train.keep_best=replay_tau", "train.eval_replay=2", "train.save_every_steps=1", "train.keep_checkpoints=1")
+    output = train(recipe_path, *own)
+    assert kept_steps() == [3, 6]
     assert drafter_is_of(output, 3) and not drafter_is_of(output, 6)
     assert "drafter, of step 3, which has the best replay_tau: 1.90" in capsys.readouterr().out
     made_by = json.loads((output / "drafter/provenance.json").read_text())
     assert made_by["checkpoint"] == {"step": 3, "replay_tau": 1.9}
 
-    # Longer, the last one is the best, and nothing else needs to stay.
-    replay_says(monkeypatch, TAUS | {7: 2.0})
-    train(recipe_path, *BY_REPLAY, "train.max_steps=7")
-    assert kept_steps(output) == [7] and drafter_is_of(output, 7)
-
-
-def test_a_damaged_best_checkpoint_does_not_cost_the_one_behind_it(
-    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replay_says(monkeypatch, TAUS | {2: 1.8})
-    output = train(recipe_path, *BY_REPLAY, "train.keep_checkpoints=9")
+    # A damaged one does not cost the best of the others.
     flip(output / "checkpoints/step-00000003/model.safetensors")
-    train(recipe_path, *BY_REPLAY)  # keeps one
-    assert kept_steps(output) == [2, 6] and drafter_is_of(output, 2)
+    train(recipe_path, *own, "train.max_steps=7")
+    assert kept_steps() == [6, 7] and drafter_is_of(output, 6)
+    # Longer, the last one is the best, and nothing else needs to stay.
+    train(recipe_path, *own, "train.max_steps=8")
+    assert kept_steps() == [8] and drafter_is_of(output, 8)
 
 
 # A profile, and the meter of throughput.
@@ -429,8 +406,7 @@ def test_the_meter_measures_what_came_since_it_was_started(monkeypatch: pytest.M
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     meter = ThroughputMeter(torch.device("cpu"), peak_tokens_per_second=200.0)
     meter.start({"tokens": 100.0, "columns": 50.0})
-    meter.steps += 1
-    meter.steps += 1
+    meter.steps = 2
     told = meter.read({"tokens": 300.0, "columns": 60.0}, steps_left=10)
     assert (told["tokens_per_second"], told["columns_per_second"], told["mfu"]) == (100, 5, 0.5)
     assert told["eta_seconds"] == 10

@@ -143,8 +143,8 @@ def settle(directory: Path) -> None:
 
 
 def read_state(checkpoint: Path, identity: Mapping[str, Any], unknown: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The checkpoint's trainer_state.json. Raises UserError if the run that wrote it has another `run_identity`, or this
-    process does not see it. Keys that begin as one of `unknown` are not compared."""
+    """The checkpoint's trainer_state.json. Raises UserError if the run that wrote it has another `run_identity`, or
+    this process does not see it. Keys that begin as one of `unknown` are not compared."""
     if not checkpoint.exists():
         raise UserError(f"{checkpoint}: rank 0 sees it, another process does not: all must see one output_dir")
     state = json.loads((checkpoint / STATE).read_text())
