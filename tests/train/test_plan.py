@@ -65,8 +65,8 @@ def test_target_size_is_the_models(family: str, settings: dict) -> None:
 
 # Memory and operations.
 
-WIDE = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}
-SHAPE = drafter_shape(DrafterSection(vocab_size=160), make_config(**WIDE))
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}
+SHAPE: Any = drafter_shape(DrafterSection(vocab_size=160), make_config(**WIDE))
 TOKENS, COLUMNS = 150, 100
 
 
