@@ -21,13 +21,12 @@ from draftsmith.models.costs import (
     target_size,
 )
 from draftsmith.models.drafters import drafter_shape, trainable_parameters
-from draftsmith.models.eagle3 import Eagle3Drafter
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.sections.drafter import DrafterSection
 from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train import eagle3
@@ -35,7 +34,7 @@ from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 from draftsmith.train.measure import dry_run as measuring
 from draftsmith.train.measure import training_plan as planning
 from draftsmith.train.measure.dry_run import CPU_FLASH_FLOPS, DryRun, PlannedRun, dry_run, planned_memory, row_flops
-from tests.conftest import make_config, make_target
+from tests.conftest import make_target
 from tests.training_runs import metrics, run_main, train, write_recipe
 from tests.training_runs import no_dry_run as no_dry_run
 from tests.training_runs import recipe_path as recipe_path
@@ -65,8 +64,18 @@ def test_target_size_is_the_models(family: str, settings: dict) -> None:
 
 # Memory and operations.
 
-WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}
-SHAPE: Any = drafter_shape(DrafterSection(vocab_size=160), make_config(**WIDE))
+SHAPE = Eagle3Config(
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=500,
+    draft_vocab_size=300,
+    capture_layers=(2, 3, 4),
+    rms_norm_eps=1e-6,
+    max_position_embeddings=1024,
+)
 TOKENS, COLUMNS = 150, 100
 
 
@@ -94,9 +103,11 @@ def micro_batch(settings: TrainSection, rows: int) -> Callable[[], None]:
 
     def loss() -> torch.Tensor:
         captured = torch.randn(rows, TOKENS, 3 * SHAPE.hidden_size)
-        teacher = teacher_of(target, torch.randn(rows, TOKENS, SHAPE.hidden_size), ids, counted, drafter.vocab)
+        last = torch.randn(rows, TOKENS, SHAPE.hidden_size)
+        teacher = teacher_of(target, last, ids, counted, drafter.vocab)
         with torch.autocast("cpu", torch.bfloat16, enabled=settings.mixed_precision == "bf16"):
-            return trainee(captured, target.inputs(ids, dtype=drafter.dtype), counted, teacher).loss
+            inputs = target.inputs(ids, dtype=drafter.dtype)
+            return trainee(captured, inputs, counted, teacher).loss
 
     return lambda: loss().backward()
 
@@ -131,7 +142,7 @@ def test_operations_of_a_row_are_those_of_a_real_step(checkpointing: bool) -> No
         return counter.get_total_flops()
 
     settings = TrainSection(ttt_steps=3, gradient_checkpointing=checkpointing, mixed_precision="no")
-    target = Target(make_target(**WIDE))
+    target = Target(make_target(hidden_size=64, intermediate_size=160, head_dim=16))
     size = target_size(target.config, TargetSection(model=""))
     unroll = row_flops(settings, SHAPE, target.config, size, True, TOKENS, COLUMNS)
     step = micro_batch(settings.model_copy(update={"gradient_checkpointing": False}), 1)
