@@ -198,7 +198,7 @@ def test_a_plan_names_all_that_cannot_work_at_its_end(
     DraftVocab.full(320).save(recipe_path.parent / "run/draft_vocab.safetensors")
     monkeypatch.setattr(planning, "device_here", lambda _: Device("NVIDIA tiny", 1_000_000, is_cpu=False))
     with pytest.raises(UserError) as error:
-        run_main(eagle3, recipe_path, "train.warmup_steps=6", "--plan")
+        run_main(eagle3, recipe_path, "train.max_steps=null", "train.epochs=1", "train.warmup_steps=6", "--plan")
     for part in ("train.warmup_steps 6 is not shorter", "do not fit the 1.0 MB", "drafter.vocab_size asks for 160"):
         assert part in str(error.value)
     assert "to lower the largest part: " in capsys.readouterr().out
