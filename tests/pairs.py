@@ -21,7 +21,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
-from draftsmith.train.run.settings import trainee_of
+from draftsmith.train.run.engine import trainee_of
 from tests.conftest import make_target
 from tests.shared import built
 

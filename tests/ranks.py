@@ -24,29 +24,15 @@ FREE_PORTS = range(20_000, 32_000)
 
 
 def run_ranks(
-    processes: int,
-    script: str,
-    arguments: Sequence[str],
-    timeout: float = 300.0,
-    launcher: Sequence[str] | None = None,
+    processes: int, script: str, arguments: Sequence[str], timeout: float = 300.0, launcher: Sequence[str] = ()
 ) -> str:
-    """Runs `script` to its end on CPUs and returns what its processes printed.
-
-    Args:
-        launcher: in the place of torchrun, as arguments of Python; it knows how many processes there are.
-
-    Raises:
-        AssertionError: it failed or hung, with its output.
-    """
+    """Runs `script` to its end on CPUs and returns what its processes printed. `launcher`: in the place of torchrun, as
+    arguments of Python; it knows how many processes there are. Raises AssertionError with the output if it failed or
+    hung."""
     launch = launcher or ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [sys.executable, *launch, script, *arguments],
-            cwd=ROOT,
-            env=os.environ | ON_CPUS,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        words, env = [sys.executable, *launch, script, *arguments], os.environ | ON_CPUS
+        process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
         status: int | None = None
         try:
             status = process.wait(timeout)

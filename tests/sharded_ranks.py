@@ -1,4 +1,4 @@
-"""What tests/train/test_sharded_target.py runs as several processes: a shared-out target beside the whole one, in each.
+"""What tests/train/test_processes.py runs as several processes: a shared-out target beside the whole one, in each.
 
 torchrun --nproc_per_node 3 tests/sharded_ranks.py DIRECTORY DTYPE ...       pairs; prints one line from each rank
 """
@@ -18,12 +18,11 @@ from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run.sharded_target import ShardedTarget, load_sharded
 
 
-def held(target: Target) -> list[int]:
-    """Elements of each layer's weights that are here, whole."""
-    return [sum(p.numel() for p in layer.parameters()) for layer in target.layers]
-
-
 def check(model: str, dtype: Any, rank: int, ranks: int) -> None:
+    def held(target: Target) -> list[int]:
+        """Elements of each layer's weights that are here, whole."""
+        return [sum(p.numel() for p in layer.parameters()) for layer in target.layers]
+
     section = TargetSection(model=model, dtype=dtype, device="cpu")
     mine, whole = ShardedTarget(load_sharded(TargetFiles(section))), Target(TargetFiles(section).load_model())
     sizes = held(whole)
@@ -55,8 +54,7 @@ def check(model: str, dtype: Any, rank: int, ranks: int) -> None:
     documents = Documents(torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2), ((0, 0, 4), (0, 4, 5), (1, 0, 4), (1, 4, 5)))
     assert torch.equal(mine.states(ids, documents=documents).last, whole.states(ids, documents=documents).last)
 
-    # Passes that one rank has more of than another, of one kind and of the other; what is asked of all ranks comes
-    # between.
+    # Passes that one rank has more of than another, of both kinds; what is asked of all ranks comes between.
     for passes in (rank, 0, 2 * (rank == 1), ranks - rank):
         with mine.uneven_passes():
             for _ in range(passes):

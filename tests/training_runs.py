@@ -45,17 +45,9 @@ def to_train(output: Path, conversations: int = 24) -> Path:
     return output
 
 
-SIX_STEPS = {
-    "max_steps": 6,
-    "batch_size": 4,
-    "learning_rate": 0.003,
-    "save_every_steps": 3,
-    "log_every_steps": 1,
-    "validate_every_steps": 3,
-    "validation_conversations": 4,
-    "ttt_steps": 3,
-    "mixed_precision": "no",
-}
+SIX_STEPS: dict[str, Any] = {"max_steps": 6, "batch_size": 4, "learning_rate": 0.003, "ttt_steps": 3}
+SIX_STEPS |= {"mixed_precision": "no"}
+SIX_STEPS |= {"save_every_steps": 3, "log_every_steps": 1, "validate_every_steps": 3, "validation_conversations": 4}
 
 
 @pytest.fixture

@@ -36,9 +36,9 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, teacher_of
 from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
+from draftsmith.train.run.engine import trainee_of as trainee_of_section
 from draftsmith.train.run.initial_drafter import new_drafter
 from draftsmith.train.run.schedule import BATCHES_AHEAD, Schedule
-from draftsmith.train.run.settings import trainee_of as trainee_of_section
 from draftsmith.train.run.state_sources import OnlineStates, ShardOrder, StateSource, StoredStates
 from tests.conftest import make_target, make_tokenizer
 from tests.crash_states import full_disk, restore, watched

@@ -69,6 +69,10 @@ def test_layouts_equal_the_slow_twin() -> None:
         tensors = (batch.ids, batch.span, batch.position)
         assert [list(map(list, each)) for each in zip(*(t.tolist() for t in tensors), strict=True)] == expected
         assert batch.rows == tuple(40 + i for line in layout for i in line)
+        ids = [torch.tensor(rows[i - 40].input_ids) for i in batch.rows]  # longer than what is laid out, if rows go on
+        assert torch.equal(batch.lay_out(ids), batch.ids)
+        wide = batch.lay_out([torch.stack((each, -each), dim=-1).double() for each in ids])
+        assert torch.equal(wide, torch.stack((batch.ids, -batch.ids), dim=-1).double())
         assert list(batch.places) == [
             (b, sum(len(ids) for ids, _ in line[:i]), len(line[i][0]))
             for b, line in enumerate(documents)
@@ -89,16 +93,6 @@ def test_one_row_of_any_layout_is_what_packing_gives() -> None:
         assert torch.equal(batch.in_one_row(batch.lay_out(brought)), packed.lay_out(brought))
     alone = collate(rows[:1])
     assert alone.one_row is alone and alone.in_one_row(alone.ids) is alone.ids
-
-
-def test_lay_out_puts_everything_where_the_ids_are() -> None:
-    rows, layout = some_rows(6, 3), [[4], [0, 5, 2], [1, 3]]
-    batch = collate_as(rows, layout)
-    ids = [torch.tensor(rows[i].input_ids) for i in batch.rows]  # longer than what is laid out, where rows go on
-    assert torch.equal(batch.lay_out(ids), batch.ids)
-    wide = [torch.stack((each, -each), dim=-1).double() for each in ids]
-    assert batch.lay_out(wide).dtype == torch.float64
-    assert torch.equal(batch.lay_out(wide), torch.stack((batch.ids, -batch.ids), dim=-1).double())
 
 
 def test_columns_of_a_layout_are_those_of_each_document_alone() -> None:
@@ -170,7 +164,7 @@ def test_every_family_reads_packed_documents_as_it_reads_them_alone(name: str, w
 
 
 def changed(model: Any, change: Callable[[dict[str, Any]], None]) -> Target:
-    """A target whose decoder reads packed documents as `change` makes it: other passes are as before."""
+    """A target whose decoder reads packed documents as `change` makes it."""
     decoder = model.get_decoder()
     forward = decoder.forward
 

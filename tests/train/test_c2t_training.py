@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,7 @@ def test_a_separable_law_is_learnt() -> None:
     trees = made_trees(200, 100)
     section = ClassifierSection(epochs=120, learning_rate=0.01, hidden=12)
     classifier, _, best = train_classifier(section, trees, None)
-    assert best["recall"] > 0.95
-    assert best["precision"] > 0.9
+    assert best["recall"] > 0.95 and best["precision"] > 0.9
     assert abs(best["positive_rate"] - float(trees.accepted.float().mean())) < 0.02
     other = made_trees(50, 100, seed=9)
     right = (classifier.confidence(other.features) >= 0.5) == other.accepted
@@ -66,8 +64,7 @@ def test_whole_trees_are_kept_out() -> None:
         ]
 
     train_on, kept_out = parts()
-    assert sorted(train_on + kept_out) == list(range(50)) and len(kept_out) == 15
-    assert parts(seed=1)[1] != kept_out
+    assert sorted(train_on + kept_out) == list(range(50)) and len(kept_out) == 15 and parts(seed=1)[1] != kept_out
     assert [len(part) for part in parts(share=0.5)] == [17, 8]
     with pytest.raises(UserError, match="of 0 rows of 0 trees to train on none"):
         split(trees.chosen(torch.tensor([0])), section)
@@ -86,9 +83,8 @@ def test_numbers_of_an_epoch_equal_their_slow_twins(monkeypatch: pytest.MonkeyPa
     hits = sum(p and s for p, s in zip(passed, said, strict=True))
     assert 0 < hits < sum(passed) < len(passed)
     found = validate(classifier, trees)
-    assert found["recall"] == hits / sum(said)
+    assert (found["recall"], found["precision"]) == (hits / sum(said), hits / sum(passed))
     assert found["positive_rate"] == sum(passed) / len(passed)
-    assert found["precision"] == hits / sum(passed)
     positives, negatives = sum(said), len(said) - sum(said)
     drawn = 2 * positives
     loss = -sum(math.log(c) for c, s in zip(C, said, strict=True) if s)
@@ -132,6 +128,7 @@ def test_a_tenth_of_the_trees_calibrates_a_classifier() -> None:
 
 
 def test_features_equal_their_slow_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entropy over some of the tokens or all; of certain and of broken distributions."""
     table = Table(1)
     log_probs = torch.stack([table.row((token,)) for token in range(3)])  # [3, Vd]
     values = torch.tensor([[-0.5, -1.0, -math.inf], [0.0, -3.0, -9.0], [-2.0, -2.0, -2.5]])
@@ -142,14 +139,7 @@ def test_features_equal_their_slow_twin(monkeypatch: pytest.MonkeyPatch) -> None
         for i, j in itertools.product(range(3), repeat=2):
             H = reference.entropy_in_nats(table((i,)), over)
             assert features[i, j].tolist() == pytest.approx([math.exp(values[i, j]), H, 2.0], abs=1e-6)
-
-
-def test_entropy_of_certain_and_of_broken_distributions() -> None:
-    certain = torch.tensor([[0.0, -math.inf], [-math.inf, 0.0]])
-    assert entropy(certain).tolist() == [0.0, 0.0]
-    assert entropy(torch.full((4,), -math.log(4))).item() == pytest.approx(math.log(4))
-    assert entropy(torch.full((4,), -math.log(4)), over=3).item() == pytest.approx(math.log(4) * 3 / 4)
-    assert math.isnan(entropy(torch.tensor([0.0, math.nan])).item())
+    assert entropy(torch.tensor([[0.0, -math.inf], [-math.inf, 0.0]])).tolist() == [0.0, 0.0]
     assert math.isnan(entropy(torch.tensor([0.0, -1.0, math.nan]), over=2).item())
 
 
@@ -164,27 +154,17 @@ def test_a_classifier_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     again = C2tClassifier.load(tmp_path / "c2t")
     assert again.config == config == read_c2t_config(tmp_path / "c2t")
     assert torch.equal(again.confidence(features), classifier.confidence(features))
-    assert again.confidence(features).shape == (4, 5)
     assert not any(parameter.requires_grad for parameter in again.parameters())
 
 
-def changed(directory: Path, **changes: Any) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | changes))
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (lambda d: (d / "config.json").unlink(), "no C2T classifier here"),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), "not the weights that config.json .* describes"),
-    "a drafter": (lambda d: changed(d, kind="eagle3"), "not a C2T classifier's: kind"),
-    "a huge width": (lambda d: changed(d, hidden=1_000_000), "hidden: 1000000.*size mismatch"),
-}
-
-
-@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_damaged_classifiers_are_refused(damage: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
+def test_damaged_classifiers_are_refused(tmp_path: Path) -> None:
     C2tClassifier(C2tConfig()).save(tmp_path)
-    damage(tmp_path)
-    with pytest.raises(UserError, match=message) as error:
-        C2tClassifier.load(tmp_path)
-    assert str(tmp_path) in str(error.value)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, message in (({"kind": "eagle3"}, "classifier's: kind"), ({"hidden": 10**6}, "hidden: 1000000.*size")):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match=rf"{tmp_path}.*{message}"):
+            C2tClassifier.load(tmp_path)
+    for file, message in (("model.safetensors", "not the weights"), ("config.json", "no C2T classifier here")):
+        (tmp_path / file).unlink()
+        with pytest.raises(UserError, match=message):
+            C2tClassifier.load(tmp_path)

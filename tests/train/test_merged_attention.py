@@ -21,6 +21,11 @@ PLACES = ((0, 0, 9), (0, 9, 4), (0, 13, 6), (1, 0, 20))
 SPANS = [[0, 0, 1, 1, 0, 0, 2, 2, 2, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0, 0], [0, *[1] * 9, 0, 0, *[2] * 8, 0]]
 
 
+def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, SIZE, generator=generator, dtype=dtype) for shape in shapes]
+
+
 def documents() -> Documents:
     position = torch.zeros(2, 21, dtype=torch.long)
     for row, start, length in PLACES:
@@ -69,20 +74,16 @@ def test_merged_attention_equals_its_definition_in_value_and_gradient(
     columns, laid_out = columns_of(torch.tensor(SPANS), 4), documents()
     runs = columns.runs(laid_out)
     assert sorted(run.end - run.first for run in runs) == [1, 2, 2, 4, 7, 8]
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(heads: int, width: int) -> torch.Tensor:
-        return torch.randn(2, heads, width, SIZE, generator=generator, dtype=torch.float64).requires_grad_()
-
-    width = columns.index.shape[1]
-    leaves = [draw(HEADS, width), draw(groups, 21), draw(groups, 21), *(draw(groups, width) for _ in range(2 * steps))]
+    asking, own_ones = (2, HEADS, columns.index.shape[1]), (2, groups, columns.index.shape[1])
+    towards, *leaves = drawn(asking, asking, *[(2, groups, 21)] * 2, *[own_ones] * 2 * steps)
+    for leaf in leaves:
+        leaf.requires_grad_()
     query, keys, values, *own = leaves
     own_keys, own_values = own[:steps], own[steps:]
     out = merged_attention(query, keys, values, own_keys, own_values, runs, kernel)
     start_of = laid_out.first().tolist()
     expected = by_definition(query, keys, values, own_keys, own_values, columns, start_of)
     close(out, expected, columns)
-    towards = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     towards = towards * (columns.depth > 0)[:, None, :, None]  # what does not count is asked nothing
     found = torch.autograd.grad(out, leaves, towards)
     for mine, its in zip(found, torch.autograd.grad(expected, leaves, towards), strict=True):
@@ -92,8 +93,7 @@ def test_merged_attention_equals_its_definition_in_value_and_gradient(
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_where_every_token_asks(kernel: Kernel) -> None:
     """The lower ones of several layers: documents are runs, padding asks nothing."""
-    generator = torch.Generator().manual_seed(0)
-    query, keys, values = (torch.randn(2, h, 21, SIZE, generator=generator, dtype=torch.float64) for h in (4, 2, 2))
+    query, keys, values = drawn(*((2, heads, 21) for heads in (4, 2, 2)))
     laid_out = documents()
     every = Columns(torch.arange(21).expand(2, -1), torch.ones(2, 21, dtype=torch.long))
     every.depth[0, 19:] = every.depth[1, 20:] = 0
@@ -108,8 +108,7 @@ def test_where_every_token_asks(kernel: Kernel) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_hidden(kernel: Kernel, bad: float) -> None:
     """A fused kernel answers a query of NaN with finite numbers."""
-    generator = torch.Generator().manual_seed(0)
-    query, keys, values = (torch.randn(1, h, 6, SIZE, generator=generator) for h in (4, 2, 2))
+    query, keys, values = drawn(*((1, heads, 6) for heads in (4, 2, 2)), dtype=torch.float32)
     runs = [Run(0, 0, 3, 0, 3)]
     for spoilt in (query, keys):
         spoilt[0, 1, 2, 3] = bad
@@ -134,8 +133,7 @@ def test_a_broken_key_is_told_to_those_who_see_it_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_fused_kernel_of_this_device_is_right(dtype: torch.dtype) -> None:
-    assert is_right(FLASH_CPU, CPU, dtype, heads=4, groups=2, size=64)
-    assert kernel_for(CPU, dtype, 4, 2, 64) is FLASH_CPU
+    assert is_right(FLASH_CPU, CPU, dtype, 4, 2, 64) and kernel_for(CPU, dtype, 4, 2, 64) is FLASH_CPU
 
 
 def test_a_kernel_that_is_missing_or_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +164,9 @@ def test_a_kernel_that_is_missing_or_wrong_is_not_taken(monkeypatch: pytest.Monk
     )
 
 
-def test_flash_attn_is_called_as_its_interface_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads its second dimension but one, gradients in tensors that the caller brings; arguments of version 2.7 on."""
+def test_kernels_of_gpus_are_called_as_their_interfaces_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads its second dimension but one, gradients in tensors that the caller brings; arguments of version 2.7 on.
+    And keys that are copied for each head are summed again."""
 
     def forward(q, k, v, dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, return_softmax):
         assert (dropout_p, left, right, softcap, alibi_slopes, return_softmax) == (0.0, -1, -1, 0.0, None, False)
@@ -191,17 +190,16 @@ def test_flash_attn_is_called_as_its_interface_has_it(monkeypatch: pytest.Monkey
     assert is_right(attention_kernels.FLASH_PACKAGE, CPU, torch.float32, 4, 2, 16)
     vars(interface).pop("_flash_attn_backward")
     assert not is_right(attention_kernels.FLASH_PACKAGE, CPU, torch.float32, 4, 2, 16)
+    monkeypatch.setattr(attention_kernels, "_cuda_forward", BLOCKS.forward)
+    monkeypatch.setattr(attention_kernels, "_cuda_backward", BLOCKS.backward)
+    assert is_right(attention_kernels.FLASH_CUDA_COPYING, CPU, torch.float32, 6, 2, 16)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_autocast_does_not_round_scores(kernel: Kernel) -> None:
     """Inside autocast as without it, to the bit: large scores rounded to bfloat16 are units apart."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(heads: int, columns: int) -> torch.Tensor:
-        return (4 * torch.randn(1, heads, columns, SIZE, generator=generator)).bfloat16().requires_grad_()
-
-    leaves = [draw(4, 9), *(draw(2, width) for width in (12, 12, 9, 9))]
+    shapes = [(1, 4, 9), *((1, 2, width) for width in (12, 12, 9, 9))]
+    leaves = [(4 * each).bfloat16().requires_grad_() for each in drawn(*shapes, dtype=torch.float32)]
     query, keys, values, own_key, own_value = leaves
     runs = [Run(0, 0, 9, 0, 3)]
     found = []
@@ -216,12 +214,6 @@ def test_autocast_does_not_round_scores(kernel: Kernel) -> None:
             "rounded", lambda q, k, v, causal: BLOCKS.forward(q, k.bfloat16().float(), v, causal), kernel.backward
         )
         assert is_right(kernel, CPU, torch.float32, 4, 2, 16) and not is_right(rounded, CPU, torch.float32, 4, 2, 16)
-
-
-def test_keys_that_are_copied_for_each_head_are_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernels, "_cuda_forward", BLOCKS.forward)
-    monkeypatch.setattr(attention_kernels, "_cuda_backward", BLOCKS.backward)
-    assert is_right(attention_kernels.FLASH_CUDA_COPYING, CPU, torch.float32, 6, 2, 16)
 
 
 @pytest.mark.gpu

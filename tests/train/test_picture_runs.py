@@ -24,10 +24,7 @@ from tests.training_runs import metrics, train
 
 OVER_EAGLE = {"kind": "vispec", "compressed_tokens": 2}
 OVER_EAGLE3 = {"kind": "vispec", "base": "eagle3"}
-WORDS = [
-    *("the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "ran", "to", "a"),
-    *("red", "house", "by", "the", "sea"),
-]
+WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "ran", "to", "a", "red", "house", "by", "the"]
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +76,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "drafter", "captured_for"),
-    a_few(CASES, CASES[2]),
-    ids=("vispec", "over eagle3", "from a full store", "all columns"),
-)
+@pytest.mark.parametrize(("family", "drafter", "captured_for"), a_few(CASES, CASES[2]))
 def test_a_run_from_a_store_is_one_with_the_target(
     family: str,
     drafter: dict[str, Any],
@@ -98,11 +91,9 @@ def test_a_run_from_a_store_is_one_with_the_target(
     states, runs = tmp_path / "run/states", {}
     pictures = sorted(each.name for each in (states / "pictures").iterdir())
     assert len(pictures) == 2 and all(name.endswith(".safetensors") for name in pictures)
-    for name, more in {
-        "online": [],
-        "offline": [f"data.states={states}"],
-        "alone": [f"data.states={states}", f"target.model={states / 'target'}"],
-    }.items():
+    offline = [f"data.states={states}"]
+    alone = [*offline, f"target.model={states / 'target'}"]
+    for name, more in {"online": [], "offline": offline, "alone": alone}.items():
         if name == "alone":
             monkeypatch.setattr(Target, "read_insert", lambda *_: pytest.fail("the tower was asked"))
         output = tmp_path / name
@@ -125,11 +116,10 @@ def test_a_store_without_states_of_pictures_serves_no_drafter_that_reads_them(
     path = recipe_in(tmp_path / "run", home, "llava", OVER_EAGLE)
     capture(path)
     states = tmp_path / "run/states"
-    manifest, rows = Store(states).manifest, rows_of(load_recipe(path))
+    tokens, rows = Store(states).manifest.total("tokens"), rows_of(load_recipe(path))
     of_pictures = sum(each.length for row in rows for each in row.inserts)
-    assert of_pictures > 100
-    assert manifest.total("tokens") == sum(map(states_length, rows)) - of_pictures
-    assert f"of {manifest.total('tokens'):,} tokens, " in capsys.readouterr().out
+    assert of_pictures > 100 and tokens == sum(map(states_length, rows)) - of_pictures
+    assert f"of {tokens:,} tokens, " in capsys.readouterr().out
     baseline = "drafter={kind: eagle}"
     with pytest.raises(UserError, match=r"left out there, because .* vispec reads none; kind eagle .* another folder"):
         train(path, f"data.states={states}", baseline)
@@ -138,9 +128,7 @@ def test_a_store_without_states_of_pictures_serves_no_drafter_that_reads_them(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("drafter", "stages"), a_few([(OVER_EAGLE, (3,)), (OVER_EAGLE3, (0, 1, 2))], (OVER_EAGLE, (3,)))
-)
+@pytest.mark.parametrize(("drafter", "stages"), [*a_few([(OVER_EAGLE3, (0, 1, 2))]), (OVER_EAGLE, (3,))])
 def test_two_ranks_follow_the_trajectory_of_one(
     drafter: dict[str, Any], stages: Sequence[int], home: Path, tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -35,37 +34,10 @@ from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 from draftsmith.train.measure import dry_run as measuring
 from draftsmith.train.measure import training_plan as planning
 from draftsmith.train.measure.dry_run import CPU_FLASH_FLOPS, DryRun, PlannedRun, dry_run, planned_memory, row_flops
-from tests.conftest import make_target, make_tokenizer
-from tests.training_runs import metrics, run_main, to_train, train, write_conversations
+from tests.conftest import make_target
+from tests.training_runs import metrics, run_main, train, write_recipe
 from tests.training_runs import no_dry_run as no_dry_run
-
-
-def recipe_file(folder: Path, **changes: Any) -> Path:
-    """A small recipe whose sections are updated by `changes`; its target is made beside it."""
-    if not (folder / "target").exists():
-        make_target().save_pretrained(folder / "target")
-        make_tokenizer().save_pretrained(folder / "target")
-    sections: dict[str, Any] = {
-        "output_dir": str(folder / "run"),
-        "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
-        "drafter": {"vocab_size": 160},
-        "train": {"batch_size": 4, "ttt_steps": 3, "mixed_precision": "no", "validation_conversations": 4},
-    }
-    for name, section in changes.items():
-        sections[name] = sections.get(name, {}) | section
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(sections))
-    return path
-
-
-def plan(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, str]:
-    """What --plan prints: text by label."""
-    capsys.readouterr()
-    run_main(eagle3, path, *overrides, "--plan")
-    return {text[:14].strip(): text for text in capsys.readouterr().out.splitlines()}
-
-
-# Parameters and the target's size.
+from tests.training_runs import recipe_path as recipe_path
 
 
 @pytest.mark.parametrize(
@@ -90,6 +62,8 @@ def test_target_size_is_the_models(family: str, settings: dict) -> None:
     assert cache_bytes_per_token(model.config, size) == 2 * 7 * 2 * 8 * 4
 
 
+# Memory and operations.
+
 SHAPE = Eagle3Config(
     hidden_size=64,
     intermediate_size=128,
@@ -102,100 +76,91 @@ SHAPE = Eagle3Config(
     rms_norm_eps=1e-6,
     max_position_embeddings=1024,
 )
-
-
-# Memory and operations.
+TOKENS, COLUMNS = 150, 100
 
 
 class SmallTarget:
     """Head and embeddings alone."""
 
-    def __init__(self, shape: Eagle3Config):
-        self.head = torch.nn.Linear(shape.hidden_size, shape.vocab_size, bias=False).requires_grad_(False)
+    def __init__(self):
+        self.head = torch.nn.Linear(SHAPE.hidden_size, SHAPE.vocab_size, bias=False).requires_grad_(False)
         self.config = None
-        self.embedding_table, self.embedding_scale = torch.randn(shape.vocab_size, shape.hidden_size), 1.0
+        self.embedding_table, self.embedding_scale = torch.randn(SHAPE.vocab_size, SHAPE.hidden_size), 1.0
 
     logits, embed, inputs = Target.logits, Target.embed, Target.inputs
 
 
-def micro_batch(
-    shape: Eagle3Config, settings: TrainSection, bf16: bool, rows: int, tokens: int, columns: int
-) -> Callable[[], None]:
-    """A real one, forward and backward, with one span of `columns` + 1 tokens at the end of each row."""
-    drafter = Eagle3Drafter(shape, DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size))
-    target = SmallTarget(shape)
+def micro_batch(settings: TrainSection, rows: int) -> Callable[[], None]:
+    """A real one, forward and backward, with one span of COLUMNS + 1 tokens at the end of each row."""
+    drafter = Eagle3Drafter(SHAPE, DraftVocab(torch.arange(SHAPE.draft_vocab_size), SHAPE.vocab_size))
+    target: Any = SmallTarget()
     trainee = TrainingTimeTest(drafter, settings.ttt_steps, settings.step_weight, settings.gradient_checkpointing)
-    span = torch.zeros(rows, tokens, dtype=torch.long)
-    span[:, tokens - columns - 1 :] = 1
-    ids = torch.randint(shape.draft_vocab_size, (rows, tokens))
+    span = torch.zeros(rows, TOKENS, dtype=torch.long)
+    span[:, TOKENS - COLUMNS - 1 :] = 1
+    ids = torch.randint(SHAPE.draft_vocab_size, (rows, TOKENS))
     counted = columns_of(span, settings.ttt_steps)
-    assert counted.index.shape[1] == columns
+    assert counted.index.shape[1] == COLUMNS
 
     def loss() -> torch.Tensor:
-        captured = torch.randn(rows, tokens, 3 * shape.hidden_size)
-        last = torch.randn(rows, tokens, shape.hidden_size)
-        teacher = teacher_of(target, last, ids, counted, drafter.vocab)  # type: ignore[arg-type]
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            inputs = target.inputs(ids, dtype=drafter.dtype)  # type: ignore[misc]
+        captured = torch.randn(rows, TOKENS, 3 * SHAPE.hidden_size)
+        last = torch.randn(rows, TOKENS, SHAPE.hidden_size)
+        teacher = teacher_of(target, last, ids, counted, drafter.vocab)
+        with torch.autocast("cpu", torch.bfloat16, enabled=settings.mixed_precision == "bf16"):
+            inputs = target.inputs(ids, dtype=drafter.dtype)
             return trainee(captured, inputs, counted, teacher).loss
 
     return lambda: loss().backward()
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "columns", "changes", "bf16"),
+    "changes",
     [
-        pytest.param(3, 150, 100, {"ttt_steps": 5}, False, marks=pytest.mark.slow),
-        (3, 150, 100, {}, True),
-        pytest.param(3, 150, 100, {"gradient_checkpointing": True}, False, marks=pytest.mark.slow),
+        {"mixed_precision": "bf16"},
+        pytest.param({"ttt_steps": 5}, marks=pytest.mark.slow),
+        pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.slow),
     ],
 )
-def test_the_dry_run_counts_what_a_real_one_takes(
-    rows: int, tokens: int, columns: int, changes: dict, bf16: bool
-) -> None:
+def test_the_dry_run_counts_what_a_real_one_takes(changes: dict[str, Any]) -> None:
     """To the byte."""
-    changes = {"ttt_steps": 3, "mixed_precision": "bf16" if bf16 else "no"} | changes
-    settings, shape = TrainSection.model_validate(changes), SHAPE
-    planned = dry_run(settings, shape, None, torch.float32, rows, tokens, columns).peak_bytes
-    real = micro_batch(shape, settings, bf16, rows, tokens, columns)
+    settings = TrainSection.model_validate({"ttt_steps": 3, "mixed_precision": "no"} | changes)
+    planned = dry_run(settings, SHAPE, None, torch.float32, 3, TOKENS, COLUMNS).peak_bytes
+    real = micro_batch(settings, 3)
     real()  # the kernel of attention was tried
     with Meter(lambda tensor: "") as meter:
         real()
     assert sum(planned.values()) == meter.peak_bytes
 
 
-def flops_of(run: Callable[[], Any]) -> int:
-    with FlopCounterMode(display=False, custom_mapping=CPU_FLASH_FLOPS) as counter:
-        run()
-    return counter.get_total_flops()
-
-
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_operations_of_a_row_are_those_of_a_real_step(checkpointing: bool) -> None:
     """Of the unroll exactly, gradient checkpointing aside; of the target's layers without masked scores,
     and nearly, because the weights of norms count as products."""
-    tokens, columns, shape = 150, 100, SHAPE
+
+    def flops_of(run: Callable[[], Any]) -> int:
+        with FlopCounterMode(display=False, custom_mapping=CPU_FLASH_FLOPS) as counter:
+            run()
+        return counter.get_total_flops()
+
     settings = TrainSection(ttt_steps=3, gradient_checkpointing=checkpointing, mixed_precision="no")
     target = Target(make_target(hidden_size=64, intermediate_size=160, head_dim=16))
     size = target_size(target.config, TargetSection(model=""))
-    unroll = row_flops(settings, shape, target.config, size, True, tokens, columns)
-    plain = settings.model_copy(update={"gradient_checkpointing": False})
-    step = micro_batch(shape, plain, False, 1, tokens, columns)
+    unroll = row_flops(settings, SHAPE, target.config, size, True, TOKENS, COLUMNS)
+    step = micro_batch(settings.model_copy(update={"gradient_checkpointing": False}), 1)
     step()  # the first one of a process tries the kernels
     assert unroll == flops_of(step)
-    whole = row_flops(settings, shape, target.config, size, False, tokens, columns)
+    whole = row_flops(settings, SHAPE, target.config, size, False, TOKENS, COLUMNS)
     with sdpa_kernel(SDPBackend.MATH):
-        layers = flops_of(lambda: target.states(torch.ones(1, tokens, dtype=torch.long)))
-    masked = 7 * 4 * target.config.num_attention_heads * 16 * tokens * (tokens - 1) // 2
+        layers = flops_of(lambda: target.states(torch.ones(1, TOKENS, dtype=torch.long)))
+    masked = 7 * 4 * target.config.num_attention_heads * 16 * TOKENS * (TOKENS - 1) // 2
     assert whole - unroll == pytest.approx(layers - masked, rel=0.01)
 
 
 def test_adamw_needs_one_more_copy_of_the_weights_on_a_gpu_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the optimiser's update is the widest moment: here nothing else takes memory."""
     monkeypatch.setattr(measuring, "dry_run", lambda *_, **__: DryRun({}, 0))
-    recipe = load_recipe(recipe_file(tmp_path), [f"data.states={tmp_path}"])
+    recipe = load_recipe(write_recipe(tmp_path, target_dir), [f"data.states={tmp_path}"])
     files = TargetFiles(recipe.target)
     run = PlannedRun(recipe, files, SHAPE, files.size, [], [], Device("CPU", 10**12, True))
     there = replace(run, device=Device("GPU", 10**12, is_cpu=False))
@@ -206,16 +171,16 @@ def test_adamw_needs_one_more_copy_of_the_weights_on_a_gpu_alone(
 # Steps, files, problems: the script itself.
 
 
-def test_plan_tells_the_steps_and_files_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = recipe_file(tmp_path, train={"epochs": 1.5, "save_every_steps": 2, "keep_checkpoints": 2, "warmup_steps": 2})
-    output = to_train(tmp_path / "run")
-    before = set(tmp_path.rglob("*"))
-    printed = plan(path, capsys)
-    assert set(tmp_path.rglob("*")) == before  # a plan writes nothing
-    train(path)
+def test_plan_tells_the_steps_and_files_of_the_run(recipe_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ("train.max_steps=null", "train.epochs=1.5", "train.save_every_steps=2", "train.keep_checkpoints=2")
+    output, before = recipe_path.parent / "run", set(recipe_path.parent.rglob("*"))
+    run_main(eagle3, recipe_path, *own, "--plan")
+    printed = {text[:14].strip(): text for text in capsys.readouterr().out.splitlines()}
+    assert set(recipe_path.parent.rglob("*")) == before  # a plan writes nothing
+    train(recipe_path, *own)
     steps = metrics(output)[-1]["step"]
     assert printed["steps"].startswith(f"steps          {steps} of 4 rows on 1 process")
-    parameters = trainable_parameters(drafter_shape(load_recipe(path).drafter, make_target().config))
+    parameters = trainable_parameters(drafter_shape(load_recipe(recipe_path).drafter, make_target().config))
     checkpoints = sorted((output / "checkpoints").iterdir())
     assert len(checkpoints) == 2
     for checkpoint in checkpoints:
@@ -228,14 +193,12 @@ def test_plan_tells_the_steps_and_files_of_the_run(tmp_path: Path, capsys: pytes
 
 @pytest.mark.usefixtures("no_dry_run")
 def test_a_plan_names_all_that_cannot_work_at_its_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recipe_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = recipe_file(tmp_path, train={"epochs": 5, "warmup_steps": 5})
-    write_conversations(tmp_path / "run/conversations.jsonl", 4)
-    DraftVocab.full(320).save(tmp_path / "run/draft_vocab.safetensors")
+    DraftVocab.full(320).save(recipe_path.parent / "run/draft_vocab.safetensors")
     monkeypatch.setattr(planning, "device_here", lambda _: Device("NVIDIA tiny", 1_000_000, is_cpu=False))
     with pytest.raises(UserError) as error:
-        run_main(eagle3, path, "--plan")
-    for part in ("train.warmup_steps 5 is not shorter", "do not fit the 1.0 MB", "drafter.vocab_size asks for 160"):
+        run_main(eagle3, recipe_path, "train.max_steps=null", "train.epochs=1", "train.warmup_steps=6", "--plan")
+    for part in ("train.warmup_steps 6 is not shorter", "do not fit the 1.0 MB", "drafter.vocab_size asks for 160"):
         assert part in str(error.value)
     assert "to lower the largest part: " in capsys.readouterr().out

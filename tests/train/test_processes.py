@@ -1,7 +1,8 @@
 """Many processes are one: DistributedDataParallel and ZeRO take the steps that one process takes, save what one process
-saves, and part without waiting for each other.
+saves, with the target whole or sharded, and part without waiting for each other. What launchers start, and what of
+DeepSpeed's settings is followed or refused.
 
-Two real processes over gloo, on CPUs. Sums over two ranks are added in another order than one process adds them, which
+Real processes over gloo, on CPUs. Sums over two ranks are added in another order than one process adds them, which
 after six steps of AdamW shows in the sixth digit of a float32.
 """
 
@@ -10,20 +11,44 @@ import functools
 import io
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from accelerate.utils import DeepSpeedPlugin
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
+from draftsmith.models.costs import TargetSize, shared_out
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.sections.target import TargetSection
+from draftsmith.recipes.sections.train import TrainSection
+from draftsmith.train.run import accelerator
+from draftsmith.train.run.accelerator import accelerator_of, launcher_plugin, with_recipe_settings
+from draftsmith.train.run.sharded_target import check_sharding
+from tests.conftest import make_target
 from tests.ranks import run_ranks
 from tests.thinning import a_few
-from tests.training_runs import SIX_STEPS, TRAINED_BY, metrics, run_main, write_conversations, write_recipe
+from tests.training_runs import (
+    SIX_STEPS,
+    TRAINED_BY,
+    fresh_accelerator,
+    metrics,
+    run_main,
+    write_conversations,
+    write_recipe,
+)
 
 # Without keep_group this hangs before the thirtieth time, mostly before the tenth, where two ranks share a core.
 PARTING = """
@@ -75,18 +100,21 @@ class Place:
     def __init__(self, folder: Path, target: Path, poison: int | None = None):
         self.folder, self.target, self.poison = folder, target, poison
 
-    def run(
-        self, name: str, label: str, processes: int, *overrides: str, launcher: Sequence[str] | None = None
-    ) -> Path:
+    def run(self, name: str, label: str, processes: int, *overrides: str, launcher: Sequence[str] = ()) -> Path:
         """Four micro-batches a step, however many processes there are: one alone runs in this process."""
         drafter, settings = RUNS[name]
-        output = self.folder / f"{name}-{label}"
-        write_conversations(output / "conversations.jsonl", 23)  # an odd number: the last batch of an epoch is smaller
+        output = self.folder / re.sub(r"\W+", "-", f"{name}-{label}")
+        write_conversations(output / "conversations.jsonl", 22)  # 19 to train: the last batch of an epoch is smaller
         if self.poison is not None:
-            only_c5_answers_with(self.poison, output / "conversations.jsonl")
+            path = output / "conversations.jsonl"
+            lines = [json.loads(re.sub(rf"\b{self.poison}\b", "5", line)) for line in path.read_text().splitlines()]
+            lines[5]["turns"][-1]["output_token_ids"][1] = self.poison
+            path.write_text("\n".join(map(json.dumps, lines)) + "\n")
         vocab = DraftVocab(torch.arange(0, 320, 320 // drafter.get("vocab_size", 320)), 320)
         vocab.save(output / "draft_vocab.safetensors")
-        own = {"batch_size": 2, "eval_replay": 3, "gradient_accumulation_steps": MICRO_BATCHES // processes}
+        # Validation leaves one of two ranks with less to do, or with nothing.
+        own = {"batch_size": 2, "eval_replay": 3, "validation_conversations": 3}
+        own |= {"gradient_accumulation_steps": MICRO_BATCHES // processes}
         sections = {"drafter": drafter, "train": SIX_STEPS | own | settings}
         sections["eval"] = {"tree": {"policy": "chain", "nodes": 4}}
         path = write_recipe(output, self.target, output_dir=str(output), **sections)
@@ -97,12 +125,6 @@ class Place:
         else:
             self.said = run_ranks(processes, f"train/{drafter['kind']}.py", [str(path), *overrides], launcher=launcher)
         return output
-
-
-def only_c5_answers_with(token: int, path: Path) -> None:
-    lines = [json.loads(re.sub(rf"\b{token}\b", "5", line)) for line in path.read_text().splitlines()]
-    lines[5]["turns"][-1]["output_token_ids"][1] = token
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -132,40 +154,53 @@ def check_same(mine: Path, one: Path, steps: int = STEPS) -> None:
             torch.testing.assert_close(found[key], wanted[key], rtol=1e-4, atol=2e-5)
 
 
+TOGETHER = [
+    *(("poss", "zero_stage=0"), ("eagle3", "zero_stage=0"), ("hass", "zero_stage=0"), ("eagle3", "zero_stage=1")),
+    *(("eagle3", "zero_stage=2"), ("eagle3", "zero_stage=3 offload_optimizer=true")),
+    *(("hass", "zero_stage=2 offload_optimizer=true"), ("hass", "zero_stage=3"), ("poss", "zero_stage=3")),
+    *(("eagle3", f"zero_stage={stage} shard_target=true") for stage in range(4)),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "stage", "offload"),
-    a_few(
-        [
-            *(("poss", 0, False), ("eagle3", 0, False), ("hass", 0, False), ("eagle3", 1, False), ("eagle3", 2, False)),
-            *(("eagle3", 3, True), ("hass", 2, True), ("hass", 3, False), ("poss", 3, False)),
-        ],
-        *(("poss", 0, False), ("eagle3", 3, True), ("hass", 2, True)),
-    ),
+    ("name", "settings"), a_few(TOGETHER, TOGETHER[0], *TOGETHER[5:7], ("eagle3", "zero_stage=3 shard_target=true"))
 )
 def test_two_ranks_follow_the_trajectory_of_one(
-    name: str, stage: int, offload: bool, place: Place, of_one: Callable[[str], Path]
+    name: str, settings: str, place: Place, of_one: Callable[[str], Path]
 ) -> None:
-    overrides = [f"train.zero_stage={stage}", f"train.offload_optimizer={str(offload).lower()}"]
-    check_same(place.run(name, f"zero{stage}{'-offload' * offload}", 2, *overrides), of_one(name))
+    output = place.run(name, settings, 2, *settings_of(settings))
+    assert place.said.count("the target's layers are sharded over 2 processes") == int("shard_target" in settings)
+    check_same(output, of_one(name))
+
+
+def settings_of(text: str) -> list[str]:
+    return [f"train.{each}" for each in text.split()]
+
+
+GOING_ON = [
+    ((1, "zero_stage=0"), (2, "zero_stage=3")),
+    ((2, "zero_stage=3"), (1, "zero_stage=0")),
+    ((2, "zero_stage=1"), (2, "zero_stage=2")),
+    ((1, "zero_stage=3"), (2, "zero_stage=0")),
+    ((2, "shard_target=true"), (1, "shard_target=true")),  # one that is asked to share holds the target whole
+    ((1, "shard_target=true"), (2, "shard_target=true")),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "then"),
-    a_few([((1, 0), (2, 3)), ((2, 3), (1, 0)), ((2, 1), (2, 2)), ((1, 3), (2, 0))], ((1, 0), (2, 3))),
-)
+@pytest.mark.parametrize(("first", "then"), a_few(GOING_ON, GOING_ON[0], GOING_ON[4]))
 def test_a_run_goes_on_under_another_stage_and_other_processes(
-    first: tuple[int, int], then: tuple[int, int], place: Place, of_one: Callable[[str], Path]
+    first: tuple[int, str], then: tuple[int, str], place: Place, of_one: Callable[[str], Path]
 ) -> None:
-    """(processes, stage); the number of micro-batches a step is the same."""
-    label = f"goes-on-{first}-{then}".replace(" ", "")
-    place.run("eagle3", label, first[0], f"train.zero_stage={first[1]}", "train.max_steps=6")
-    output = place.folder / f"eagle3-{label}"
+    """(processes, settings); the number of micro-batches a step is the same."""
+    label = f"{first}, then {then}"
+    output = place.run("eagle3", label, first[0], *settings_of(first[1]))
     shutil.rmtree(output / "checkpoints/step-00000006")
     shutil.rmtree(output / "drafter")
-    place.run("eagle3", label, then[0], f"train.zero_stage={then[1]}")
+    place.run("eagle3", label, then[0], *settings_of(then[1]))
     assert "resumed from" in place.said
+    assert ("are sharded over" in place.said) == (then == (2, "shard_target=true"))
     check_same(output, of_one("eagle3"))
     state = json.loads((output / "checkpoints/step-00000006/trainer_state.json").read_text())
     assert state["identity"]["micro-batches a step"] == MICRO_BATCHES
@@ -197,10 +232,7 @@ def poisoned_place(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -
     return Place(folder, folder / "target", POISON)
 
 
-@pytest.mark.parametrize(
-    ("processes", "stage"),
-    a_few([(1, 0), (2, 0), (2, 2), (2, 3)], (1, 0)),
-)
+@pytest.mark.parametrize(("processes", "stage"), a_few([(1, 0), (2, 0), (2, 2), (2, 3)], (1, 0)))
 def test_a_step_that_is_not_finite_is_skipped_and_its_row_named(
     processes: int, stage: int, poisoned_place: Place
 ) -> None:
@@ -217,3 +249,223 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_row_named(
         load_file(output / f"checkpoints/step-{step:08d}/model.safetensors") for step in (skipped, skipped + 1)
     )
     assert all(torch.equal(before[name], after[name]) for name in after)
+
+
+# A target that the processes share out.
+
+
+@pytest.mark.slow
+def test_a_shared_out_target_is_the_whole_one(tmp_path: Path) -> None:
+    """On three ranks, among which no weight divides evenly: tied and scaled embeddings, windows, experts, bfloat16."""
+    families: list[tuple[str, dict[str, Any], str]] = [
+        ("mixtral", {"num_local_experts": 4}, "float32"),
+        ("gemma3_text", {"sliding_window": 6, "tie_word_embeddings": True}, "bfloat16"),
+    ]
+    arguments = []
+    for family, settings, dtype in families:
+        make_target(family, **settings).save_pretrained(tmp_path / family)
+        arguments += [str(tmp_path / family), dtype]
+    assert run_ranks(3, "tests/sharded_ranks.py", arguments, timeout=900).count("has seen it all") == 3
+
+
+def test_a_process_holds_its_share_of_the_layers_and_the_largest_one_gathered() -> None:
+    size = TargetSize(100, 0, 90, 20, 200.0, "", torch.bfloat16, False, (10, 30, 20))
+    assert shared_out(size, 4).weight_bytes == 2 * (40 + 60 / 4 + 30)
+    assert shared_out(size, 1).weight_bytes == 200
+
+
+@pytest.fixture
+def check(tmp_path: Path, target_dir: Path) -> Callable[..., None]:
+    """Checks a recipe with overrides, for a copy of the target in tmp_path/target."""
+    shutil.copytree(target_dir, tmp_path / "target")
+    path = write_recipe(tmp_path, tmp_path / "target", train={"shard_target": True})
+
+    def checked(*overrides: str) -> None:
+        recipe = load_recipe(path, overrides)
+        check_sharding(recipe, TargetFiles(recipe.target))
+
+    return checked
+
+
+def test_weights_that_stay_in_float32_are_not_rounded(
+    check: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers of Ernie in any case, which ZeRO-3 would round; some families' weights beside float16 alone."""
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules", ["o_proj"])
+    check("target.dtype=bfloat16")
+    with pytest.raises(UserError, match="keeps weights in float32"):
+        check("target.dtype=float16")
+    target = make_target("ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=16)
+    target.save_pretrained(tmp_path / "target")
+    whole = TargetFiles(TargetSection(model=str(tmp_path / "target"), dtype="bfloat16", device="cpu")).load_model()
+    [name, *_] = [name for name, p in whole.named_parameters() if p.dtype == torch.float32]
+    with pytest.raises(UserError, match=rf"ernie4_5_moe keeps weights in float32 .* \({name}\)"):
+        check("target.dtype=bfloat16")
+    check()
+
+
+def test_what_cannot_be_shared_out_is_refused(
+    check: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check()  # this one can
+    config_path = tmp_path / "target/config.json"
+    config = json.loads(config_path.read_text())
+    quantised = config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    unnamed = {key: value for key, value in config.items() if key != "dtype"}
+    for content, override, why in (
+        (config, f"data.states={tmp_path}", r"data\.states"),
+        (quantised, "target.dtype=float32", "is quantised"),
+        (unnamed, "target.dtype=auto", r"target\.dtype: auto"),
+    ):
+        config_path.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=why):
+            check(override)
+    monkeypatch.setattr(accelerator, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"train\.shard_target: .* DeepSpeed, which is not installed"):
+        check()
+
+
+# Launchers.
+
+# What accelerate's questions lead to.
+CONFIG = """
+{compute_environment: LOCAL_MACHINE, debug: false, distributed_type: DEEPSPEED, downcast_bf16: "no", machine_rank: 0,
+ main_training_function: main, num_machines: 1, num_processes: 2, rdzv_backend: static, same_network: true,
+ use_cpu: false}
+"""
+
+
+# A module's objects are destroyed in the interpreter's finalization.
+LEAVING = """
+import atexit
+from draftsmith.recipes.command.cli import run
+from draftsmith.recipes.errors import UserError
+
+class Late:
+    def __del__(self):
+        print("finalized")
+
+late = Late()
+
+def main():
+    atexit.register(print, "a handler of a library")
+    print("the last word", end="")
+    {end}
+
+run(main, many_processes=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("", 0), ("raise UserError('no')", 2), ("1 / 0", 1), ("raise SystemExit('no')", 1)],
+)
+def test_one_of_several_processes_ends_before_finalization(end: str, status: int) -> None:
+    """Worker threads of process groups abort a process that is being finalized, now and then."""
+    script = LEAVING.format(end=end)
+    env = os.environ | {"WORLD_SIZE": "2", "RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (status, "the last worda handler of a library\n")
+    assert ("ZeroDivisionError" in done.stderr) == (end == "1 / 0")
+
+
+@pytest.mark.slow
+def test_a_deepspeed_config_of_ones_own_is_followed(
+    tmp_path: Path, place: Place, of_one: Callable[[str], Path]
+) -> None:
+    """Stage 3 with the target shared out beside it; what the recipe decides is auto, or left out."""
+    deepspeed = {
+        "zero_optimization": {"stage": 3, "overlap_comm": False, "stage3_param_persistence_threshold": 0},
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+    }
+    (tmp_path / "deepspeed.json").write_text(json.dumps(deepspeed))
+    named = {"deepspeed_config_file": str(tmp_path / "deepspeed.json"), "zero3_init_flag": False}
+    (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(yaml.safe_load(CONFIG) | {"deepspeed_config": named}))
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "accelerate.yaml")]
+    check_same(place.run("eagle3", "own-config", 2, "train.shard_target=true", launcher=launcher), of_one("eagle3"))
+
+
+STARTS = """
+from draftsmith.recipes.command.cli import run
+from draftsmith.recipes.command.launch import check_all_started
+run(lambda: [check_all_started(), print("it starts")] and None, many_processes=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "environment", "starts"),
+    [
+        (["--num_processes", "2"], {}, 0),
+        (["--num_processes", "1"], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, 1),  # a cluster's, not its own
+        (["--multi_gpu", "--num_processes", "2"], {}, 2),
+    ],
+)
+def test_a_launcher_that_starts_fewer_than_asked_is_noticed(
+    options: list[str], environment: dict[str, str], starts: int, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(STARTS)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *options, str(tmp_path / "script.py")]
+    env = os.environ | environment | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(launch, env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.count("it starts") == starts
+    assert ("error: accelerate launch was asked for several processes" in done.stderr) == (starts == 0), done.stderr
+
+
+def test_processes_that_would_each_train_by_themselves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on a device for which accelerate makes no process group: a Mac's GPU."""
+    fresh_accelerator()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"^2 processes were started \(WORLD_SIZE\), and this run would have 1: "):
+        accelerator_of(TrainSection())
+
+
+def test_a_stage_or_offload_that_the_launcher_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
+    section = TrainSection(zero_stage=3, offload_optimizer=True)
+    with pytest.raises(UserError) as refused:
+        with_recipe_settings(launcher_plugin(section), section)
+    assert [problem.partition(", ")[0] for problem in refused.value.problems] == [
+        "train.zero_stage is 3",
+        "train.offload_optimizer is true",
+    ]
+
+
+def problems_of(config: dict[str, Any], **recipe: Any) -> list[str]:
+    section = TrainSection(**{"gradient_accumulation_steps": 2, "batch_size": 4, "max_grad_norm": 0.5} | recipe)
+    given = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto"} | config
+    try:
+        with_recipe_settings(DeepSpeedPlugin(hf_ds_config=given), section)
+    except UserError as error:
+        return error.problems
+    return []
+
+
+def test_configs_that_train_as_the_recipe_says_are_taken() -> None:
+    assert problems_of({"train_batch_size": "auto", "fp16": {"enabled": "auto"}}) == []
+    same = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    assert problems_of(same, zero_stage=2) == []
+    assert problems_of({"bf16": {"enabled": False}, "zero_optimization": {"stage": 3}}) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe", "named"),
+    [
+        ({"bf16": {"enabled": True}}, {}, "DeepSpeed's bf16"),
+        ({"gradient_clipping": 1.0}, {}, "DeepSpeed's gradient_clipping is 1.0"),
+        ({"gradient_clipping": 0.5}, {"clip": "value"}, "DeepSpeed's gradient_clipping is 0.5"),
+        ({"train_batch_size": 64}, {}, "DeepSpeed's train_batch_size is 64"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, {}, "DeepSpeed's optimizer"),
+        ({}, {"zero_stage": 3}, "train.zero_stage is 3"),
+        ({"zero_optimization": {"stage": 0}}, {}, "accelerate's config asks for DeepSpeed without ZeRO"),
+        ({}, {"offload_optimizer": True}, "train.offload_optimizer is true"),
+    ],
+)
+def test_a_config_that_trains_otherwise_is_refused(config: dict[str, Any], recipe: dict[str, Any], named: str) -> None:
+    [problem] = problems_of(config, **recipe)
+    assert problem.startswith(named)

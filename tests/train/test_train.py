@@ -1,8 +1,11 @@
-"""train/eagle3.py as users run it: resume, accumulation, checkpointing, refusals. On the tiny target, in seconds."""
+"""Training scripts as users run them, on the tiny target, in seconds: what a run writes, resumes, keeps and refuses;
+replay at checkpoints, trackers, a profile, LoRA."""
 
+import gzip
 import json
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -11,10 +14,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from draftsmith.data_gen import conversations, rank_vocab
 from draftsmith.data_gen.training_rows.rows import TrainingRow
-from draftsmith.models.checkpoint import load_drafter
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.replay.recorded_answers import RecordedAnswer
+from draftsmith.eval.replay.replay import replay
+from draftsmith.models.checkpoint import load_drafter, read_drafter
+from draftsmith.models.drafters import drafting_of
 from draftsmith.models.target import Target, default_capture_layers
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
@@ -22,19 +30,28 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
+from draftsmith.recipes.sections.drafter import LoraSection
 from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train import eagle3
-from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS, Tally
+from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS, Tally, ThroughputMeter
 from draftsmith.train.run import training_inputs
-from draftsmith.train.run.checkpoints import run_identity
+from draftsmith.train.run.checkpoints import list_checkpoints, run_identity, step_of
 from draftsmith.train.run.engine import Engine
+from draftsmith.train.run.initial_drafter import add_lora, merge_lora
 from draftsmith.train.run.loop import Loop
 from draftsmith.train.run.schedule import Schedule
+from draftsmith.train.run.validation_replay import answers_of
 from tests.conftest import CHAT_TEMPLATE, files_of, make_target, make_tokenizer
+from tests.data_gen.test_crashes import flip
+from tests.export_cases import drafter_named
 from tests.training_runs import done_path as done_path
 from tests.training_runs import fresh_accelerator, metrics, run_main, train, write_conversations
 from tests.training_runs import recipe_path as recipe_path
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
 
 
 def test_a_run_writes_what_it_promises(six_steps: Path) -> None:
@@ -50,14 +67,15 @@ def test_a_run_writes_what_it_promises(six_steps: Path) -> None:
     assert (layout["model_type"], layout["embeddings"], layout["tied"]) == ("llama", "model.embed_tokens.weight", False)
     provenance = json.loads((output / "drafter/provenance.json").read_text())
     assert provenance["versions"]["torch"] and provenance["data"]["conversations"]["sha256"]
-    tensors = load_file(output / "drafter/model.safetensors")
+    tensors = weights(output / "drafter")
     assert torch.equal(DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"]).target_ids, torch.arange(0, 320, 2))
     assert "embed_tokens" not in tensors
 
 
-def test_damaged_metrics_and_stray_files_do_not_stop_a_resumed_run(
+def test_a_run_killed_before_its_last_checkpoint_goes_on_over_damaged_metrics_and_stray_files(
     done_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """TensorBoard shows every step once."""
     output = done_path.parent / "run"
     shutil.rmtree(output / "checkpoints/step-00000006")
     path = output / "metrics.jsonl"
@@ -71,6 +89,16 @@ def test_damaged_metrics_and_stray_files_do_not_stop_a_resumed_run(
     assert f"{path}: damaged lines dropped: 6, the first is line 2" in capsys.readouterr().out
     names = sorted(file.name for file in (output / "checkpoints").glob("step-*.*"))
     assert names == ["step-00000002.damaged"]  # leftovers go, what was set aside stays
+
+    assert len(list((output / "tensorboard").iterdir())) == 2
+    events = EventAccumulator(str(output / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    shown = {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    assert [len(events.Scalars(tag)) for tag in ("loss", "validation_loss", "tokens_per_second")] == [6, 2, 6]
+    for line in metrics(output):
+        for key in ("loss", "grad_norm", "lr", "simulated_tau", "skipped_steps"):
+            assert shown[key][line["step"]] == pytest.approx(line[key]), key
+        assert shown["accuracy/2"][line["step"]] == pytest.approx(line["accuracy"][2])
 
 
 @pytest.mark.parametrize(
@@ -119,10 +147,10 @@ def test_gradients_are_divided_by_the_columns_of_all_ranks(
 
 def test_the_logged_loss_is_that_of_a_column() -> None:
     tally, alone = Tally.empty(2, torch.device("cpu")), SimpleNamespace(reduce=lambda tensor, how: tensor)
-    for sums, values in ((tally.loss, 6), (tally.columns, 3), (tally.reached, [3, 1]), (tally.correct, [3, 0])):
+    for sums, values in ((tally.loss, 6), (tally.columns, 3), (tally.reached, [4, 2]), (tally.correct, [2, 1])):
         sums += torch.tensor(values)
     line = tally.over_ranks(alone)  # type: ignore[arg-type]
-    assert (line["loss"], line["accuracy"], line["simulated_tau"]) == (2, [1, 0], 2)
+    assert (line["loss"], line["accuracy"], line["simulated_tau"]) == (2, [0.5, 0.5], 1 + 0.5 + 0.25)
 
 
 def test_micro_batches_of_all_processes_make_a_step(recipe_path: Path) -> None:
@@ -247,8 +275,7 @@ LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 def test_no_row_is_longer_than_the_targets_positions(
     recipe_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], positions: dict[str, Any]
 ) -> None:
-    """Beyond them, a rotation ends in states that the target was never trained to have, and longrope's in others for
-    the whole micro-batch. Every command that reads rows leaves the longer ones out, and says so."""
+    """Every command that reads rows leaves the longer ones out, and says so."""
     make_target(**positions).save_pretrained(tmp_path / "short")
     make_tokenizer().save_pretrained(tmp_path / "short")
     apart = [f"data.conversations={tmp_path / 'run/conversations.jsonl'}", f"output_dir={tmp_path / 'apart'}"]
@@ -267,10 +294,191 @@ def test_no_row_is_longer_than_the_targets_positions(
 
 
 def test_a_run_goes_on_with_prompts_of_its_own_date_alone(recipe_path: Path, tmp_path: Path) -> None:
-    """Conversations with answers of their own are rendered anew in every run."""
     (tmp_path / "dated.jinja").write_text("{{ strftime_now('%F') }}" + CHAT_TEMPLATE)
     dated = f"target.chat_template={tmp_path / 'dated.jinja'}"
     output = train(recipe_path, dated, "target.date=2025-07-25", "train.max_steps=1")
     with pytest.raises(UserError, match=r"target\.date: the checkpoint has '2025-07-25', this run has '2025-07-26'"):
         train(recipe_path, dated, "target.date=2025-07-26", "train.max_steps=2")
     assert not (output / "prompt_date.txt").exists()  # the recipe says it
+
+
+# Replay at checkpoints.
+
+REPLAY = ("train.eval_replay=3", "eval.tree.nodes=10", "eval.tree.draft_calls=3", "eval.tree.top_k=4")
+
+
+def test_replay_at_every_checkpoint_is_replay_of_what_is_saved(recipe_path: Path) -> None:
+    """Along the turns of the first three validation conversations, in full; and training does not notice."""
+    output = train(recipe_path, *REPLAY, "train.log_every_steps=4", "train.learning_rate=0.02")
+    lines = metrics(output)
+    assert [line["step"] for line in lines if "replay_tau" in line] == [3, 6]  # step 3 is a checkpoint, not a log step
+    assert [line["step"] for line in lines] == [3, 4, 6]
+
+    recipe = load_recipe(recipe_path, REPLAY)
+    files = TargetFiles(recipe.target)
+    target = files.load()
+    drafter = load_drafter(output / "drafter", target, files.identity_of(target))
+    _, validation = training_inputs.read_rows(recipe, files, Rejects())
+    ids = list(dict.fromkeys(row.id for row in validation))[:3]
+    answers = [
+        RecordedAnswer(turn["prompt_token_ids"], turn["output_token_ids"])
+        for record in map(json.loads, (output / "conversations.jsonl").read_text().splitlines())
+        if record["id"] in ids
+        for turn in record["turns"]
+    ]
+    proposer = PolicyProposer(drafting_of(drafter), policy_of(recipe.eval.tree))
+    rounds = [replay(target, proposer, [answer], 1)[0] for answer in answers]
+    tokens = sum(len(answer.tokens) - 1 for answer in answers)
+    assert lines[-1]["replay_tau"] == pytest.approx(tokens / sum(g.rounds for g in rounds), abs=1e-4)
+    first = [g.accepted_per_round[i] > 0 for g in rounds for i in range(g.rounds)]
+    assert not any(g.last_round_cut and g.accepted_per_round[-1] == 0 for g in rounds)
+    [share, *_] = lines[-1]["replay_accepted_by_position"] or [0]
+    assert share == pytest.approx(sum(first) / len(first), abs=1e-4)
+
+    without = recipe_path.parent / "without"
+    shutil.copytree(output, without, ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"))
+    train(recipe_path, "train.log_every_steps=4", "train.learning_rate=0.02", f"output_dir={without}")
+    mine = weights(output / "drafter")
+    assert all(torch.equal(mine[name], tensor) for name, tensor in weights(without / "drafter").items())
+
+
+def test_replay_takes_so_many_conversations_with_all_their_rows() -> None:
+    rows = [TrainingRow(id_, [1, 2, 3, 4], [(2, 4)]) for id_ in ("a", "a", "b", "c")]
+    assert [answer.conversation_id for answer, _ in answers_of(rows, 2)] == ["a", "a", "b"]
+
+
+TAUS = {1: 1.2, 2: 1.9, 3: 1.9, 4: 1.5, 5: 1.1, 6: 1.7, 7: 1.6, 8: 2.0}  # of equals the later step counts
+
+
+def drafter_is_of(output: Path, step: int) -> bool:
+    drafter, saved = weights(output / "drafter"), weights(output / f"checkpoints/step-{step:08d}")
+    return all(torch.equal(drafter[name.removeprefix("drafter.")], tensor) for name, tensor in saved.items())
+
+
+def test_the_best_checkpoint_is_kept_and_its_drafter_saved(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def replayed(self: Loop) -> dict[str, Any]:
+        return {"replay_tau": TAUS[max(self.metrics.values("lr"), default=0) + 1]}
+
+    def kept_steps() -> list[int]:
+        return [step_of(path) for path in list_checkpoints(output / "checkpoints")]
+
+    monkeypatch.setattr(Loop, "replayed", replayed)
+    own = ("train.keep_best=replay_tau", "train.eval_replay=2", "train.save_every_steps=1", "train.keep_checkpoints=1")
+    output = train(recipe_path, *own)
+    assert kept_steps() == [3, 6]
+    assert drafter_is_of(output, 3) and not drafter_is_of(output, 6)
+    assert "drafter, of step 3, which has the best replay_tau: 1.90" in capsys.readouterr().out
+    made_by = json.loads((output / "drafter/provenance.json").read_text())
+    assert made_by["checkpoint"] == {"step": 3, "replay_tau": 1.9}
+
+    # A damaged one does not cost the best of the others.
+    flip(output / "checkpoints/step-00000003/model.safetensors")
+    train(recipe_path, *own, "train.max_steps=7")
+    assert kept_steps() == [6, 7] and drafter_is_of(output, 6)
+    # Longer, the last one is the best, and nothing else needs to stay.
+    train(recipe_path, *own, "train.max_steps=8")
+    assert kept_steps() == [8] and drafter_is_of(output, 8)
+
+
+# A profile, and the meter of throughput.
+
+
+@pytest.mark.slow
+def test_a_profile_shows_the_parts_of_a_step_and_changes_nothing(
+    recipe_path: Path, six_steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = train(recipe_path, "--profile=2", "train.validate_every_steps=6")
+    for mine, its in zip(metrics(output), metrics(six_steps / "run"), strict=True):
+        assert (mine["loss"], mine["grad_norm"]) == (its["loss"], its["grad_norm"])
+    trace = output / "profile/rank0.trace.json.gz"
+    assert f"profile: {trace}, from step 3 on" in capsys.readouterr().out
+    with gzip.open(trace) as file:
+        names = Counter(event.get("name") for event in json.load(file)["traceEvents"] if event.get("ph") == "X")
+    for part in ("rows", "target", "teacher", "unroll and loss", "backward", "optimizer"):
+        assert names[part] == 2, part
+    assert "aten::" in trace.with_name("rank0.txt").read_text()
+
+
+def test_the_meter_measures_what_came_since_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 10.0, 12.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    meter = ThroughputMeter(torch.device("cpu"), peak_tokens_per_second=200.0)
+    meter.start({"tokens": 100.0, "columns": 50.0})
+    meter.steps = 2
+    told = meter.read({"tokens": 300.0, "columns": 60.0}, steps_left=10)
+    assert (told["tokens_per_second"], told["columns_per_second"], told["mfu"]) == (100, 5, 0.5)
+    assert told["eta_seconds"] == 10
+    monkeypatch.undo()
+    assert "mfu" not in ThroughputMeter(torch.device("cpu")).read({"tokens": 1.0, "columns": 1.0}, 1)
+
+
+# LoRA of the drafter.
+
+LAYERS = ("fc", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+
+
+def test_only_the_low_rank_matrices_learn_and_the_run_resumes(recipe_path: Path, six_steps: Path) -> None:
+    start = six_steps / "run/drafter"
+    settings = (f"drafter.init_from={start}", "drafter.lora={r: 2, alpha: 4}", "train.learning_rate=0.05")
+    run = train(recipe_path, *settings)
+    before, after = weights(start), weights(run / "drafter")
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        is_linear = name.split(".")[-2:-1] and name.split(".")[-2] in LAYERS
+        change = after[name].double() - weight.double()
+        assert bool(change.any()) == bool(is_linear), name
+        if is_linear:
+            values = torch.linalg.svdvals(change)
+            assert values[2] < 1e-4 * values[0], name  # of rank 2
+
+    checkpoint = weights(run / "checkpoints/step-00000006")
+    assert all(name.endswith((".a", ".b")) for name in checkpoint)
+    read_drafter(run / "drafter")  # an ordinary one
+
+    straight = metrics(run)
+    shutil.rmtree(run / "drafter")
+    shutil.rmtree(run / "checkpoints/step-00000006")
+    train(recipe_path, *settings)
+    again = weights(run / "drafter")
+    assert all(torch.equal(again[name], tensor) for name, tensor in after.items()) and metrics(run) == straight
+    with pytest.raises(UserError, match=r"drafter\.lora\.alpha: the checkpoint has 4\.0, this run has 8\.0"):
+        train(recipe_path, *settings[::2], "drafter.lora={r: 2, alpha: 8}", "train.max_steps=7")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "poss"])
+def test_merging_changes_no_logits(kind: str) -> None:
+    torch.manual_seed(3)
+    drafter = drafter_named(kind)
+    states = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    add_lora(drafter, LoraSection(r=3, alpha=6.0, modules=None))
+    trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+    assert trained and all(name.endswith((".a", ".b")) for name in trained)
+    x = torch.randn(2, 5, drafter.config.hidden_size)
+    embedding = torch.randn_like(x)
+    captured = torch.randn(2, 5, drafter.config.hidden_size * len(drafter.config.capture_layers))
+
+    def computed() -> list[torch.Tensor]:
+        layer: Any = drafter.stacks[0][0]
+        h = drafter.entry(drafter.fuse(captured), embedding)
+        return [h, layer.mlp(x), layer.self_attn.q_proj(layer.enter(h)[0])] + (
+            [drafter.logits(x)] if drafter.config.own_head else []
+        )
+
+    at_first = computed()
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter += 0.1 * torch.randn_like(parameter)
+        unmerged = computed()
+    assert not any(torch.equal(one, other) for one, other in zip(at_first[1:], unmerged[1:], strict=True))
+    sum(each.square().sum() for each in computed()).backward()  # type: ignore[union-attr]
+    assert all(p.grad is None for p in drafter.parameters() if not p.requires_grad)
+    merge_lora(drafter)
+    with torch.no_grad():
+        assert all(torch.equal(one, other) for one, other in zip(computed(), unmerged, strict=True))
+    assert drafter.state_dict().keys() == states.keys()
+    name = next(name for name in trained if name.endswith(".b")).split(".parametrizations")[0]
+    low_rank = (trained[f"{name}.parametrizations.weight.0.{each}"].detach() for each in "ba")
+    expected = states[f"{name}.weight"] + 6.0 / 3 * torch.matmul(*low_rank)
+    torch.testing.assert_close(drafter.state_dict()[f"{name}.weight"], expected)

@@ -20,7 +20,6 @@ from draftsmith.train.loss.unroll import (
     UnrollSums,
     add_noise,
     kernel_of,
-    simulated_tau,
     teacher_of,
     unroll,
 )
@@ -101,21 +100,11 @@ def test_unroll_equals_the_slow_twin_in_value_and_gradient(name: str) -> None:
     weights = {key: p.detach().clone().requires_grad_() for key, p in drafter.named_parameters()}
     table, head = target.embedding_table.detach().double(), target.head_weight.detach().double()
     slow = SlowDrafter(weights, table, head, drafter.config)
-    loss, reached, trained, correct = slow_loss(
-        slow,
-        list(captured),
-        list(last @ head.T),
-        list(last),
-        ids.tolist(),
-        span.tolist(),
-        drafter.vocab.target_ids.tolist(),
-        trainee,
-    )
+    states, chosen = (list(captured), list(last @ head.T), list(last)), drafter.vocab.target_ids.tolist()
+    loss, reached, trained, correct = slow_loss(slow, *states, ids.tolist(), span.tolist(), chosen, trainee)
     loss.backward()
     assert int(sums.columns) == int((columns.depth > 0).sum())  # what the loss is divided by
-    assert sums.reached.tolist() == reached
-    assert sums.trained.tolist() == trained
-    assert sums.correct.tolist() == correct
+    assert (sums.reached.tolist(), sums.trained.tolist(), sums.correct.tolist()) == (reached, trained, correct)
     assert min(reached) > 0
     if case.draft_tokens is not None:  # some likeliest tokens are outside the draft vocabulary, most inside
         assert 0 < sum(trained) < sum(reached) < int(columns.depth.sum())
@@ -182,8 +171,8 @@ def sums_of_batch(trainee: TrainingTimeTest, batch: MicroBatch, noisy: bool = Fa
     return trainee(captured, inputs_of(drafter, batch.ids, batch.documents), columns, teacher, batch.documents)
 
 
-def tallies(sums: UnrollSums) -> list[list[int]]:
-    return [sums.columns[None].tolist(), sums.reached.tolist(), sums.correct.tolist(), sums.trained.tolist()]
+def tallies(sums: UnrollSums) -> torch.Tensor:
+    return torch.cat((sums.columns[None], sums.reached, sums.correct, sums.trained)).long()
 
 
 @pytest.mark.parametrize(("name", "noisy"), slow_but([*LAID_OUT[:8:3], ("eagle3.1", True)], LAID_OUT))
@@ -193,24 +182,18 @@ def test_any_layout_gives_the_loss_and_gradient_of_one_document_at_a_time(name: 
     """
     case, drafter = CASES[name], drafter_of(CASES[name])
     trainee, rows = trainee_of(case, drafter), training_rows()
-    loss, expected_tallies = torch.zeros(()), None
-    for i, row in enumerate(rows):
-        sums = sums_of_batch(trainee, collate([row], indices=[i]), noisy)
+    alone = [sums_of_batch(trainee, collate([row], indices=[i]), noisy) for i, row in enumerate(rows)]
+    for sums in alone:
         sums.loss.backward()
-        loss = loss + sums.loss.detach()
-        mine = tallies(sums)
-        expected_tallies = (
-            mine
-            if expected_tallies is None
-            else [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(expected_tallies, mine, strict=True)]
-        )
+    loss = torch.stack([sums.loss.detach() for sums in alone]).sum()
+    expected_tallies = torch.stack([*map(tallies, alone)]).sum(0)
     expected = gradients(drafter)
     for name_of_layout, layout in LAYOUTS.items():
         for checkpointing in (False, True) if name_of_layout == "packed" else (False,):
             trainee = trainee_of(case, drafter, checkpointing)
             sums = sums_of_batch(trainee, collate_as(rows, layout), noisy)
             sums.loss.backward()
-            assert tallies(sums) == expected_tallies, name_of_layout
+            assert torch.equal(tallies(sums), expected_tallies), name_of_layout
             torch.testing.assert_close(sums.loss.detach(), loss, rtol=1e-5, atol=1e-5)
             assert_same_gradients(gradients(drafter), expected, 1e-4 if noisy else 2e-5)
 
@@ -294,11 +277,6 @@ def test_a_batch_in_which_nothing_counts_gives_zero() -> None:
         assert sums.loss.item() == 0 and sums.columns.item() == 0
         given = [p.grad for p in drafter.parameters() if p.grad is not None]
         assert given and all((grad == 0).all() for grad in given)
-
-
-def test_simulated_tau() -> None:
-    assert simulated_tau([0.5, 0.5]) == pytest.approx(1 + 0.5 + 0.25)
-    assert simulated_tau([0.0, 1.0]) == 1.0
 
 
 @pytest.mark.parametrize("rows", [(3, 5), (7,)])

@@ -37,7 +37,7 @@ from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train.attention.kernels import FLASH_CPU
 from draftsmith.train.loss.head_loss import elements_of
 from draftsmith.train.loss.unroll import add_noise, teacher_of
-from draftsmith.train.run.settings import trainee_of, uses_bf16
+from draftsmith.train.run.engine import trainee_of, uses_bf16
 
 CUDA_CONTEXT_BYTES = 500_000_000  # on a device, by CUDA itself
 BUCKET = 500_000_000  # gradients that DeepSpeed sends at a time, at most; two buckets are under way

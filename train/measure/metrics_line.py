@@ -35,11 +35,9 @@ class Tally:
         return cls(**{f.name: torch.zeros(steps if f.name in vectors else (), device=device) for f in fields(cls)})
 
     def add(self, sums: UnrollSums, tokens: int = 0) -> None:
-        self.loss += sums.loss.detach()
-        self.columns += sums.columns
-        self.reached += sums.reached
-        self.correct += sums.correct
         self.tokens += tokens
+        for name in ("loss", "columns", "reached", "correct"):
+            getattr(self, name).add_(getattr(sums, name).detach())
 
     def merge(self, other: "Tally") -> None:
         for f in fields(self):

@@ -31,9 +31,9 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.measure.dry_run import HOW_TO_LOWER, TARGET_WEIGHTS, PlannedRun, planned_memory, row_flops
 from draftsmith.train.run.batches import BatchOrder, computed_tokens
 from draftsmith.train.run.checkpoints import damage, digests_of, list_checkpoints, read_state, run_identity
+from draftsmith.train.run.engine import uses_bf16
 from draftsmith.train.run.run_log import MetricsLog
 from draftsmith.train.run.schedule import Schedule
-from draftsmith.train.run.settings import uses_bf16
 from draftsmith.train.run.state_sources import store_identity, store_of
 from draftsmith.train.run.training_inputs import check_start_of_recipe, read_rows, read_run_vocab
 

@@ -143,12 +143,8 @@ def settle(directory: Path) -> None:
 
 
 def read_state(checkpoint: Path, identity: Mapping[str, Any], unknown: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The checkpoint's trainer_state.json. Raises UserError if another run wrote it, or this process does not see it.
-
-    Args:
-        identity: of the run that is to be resumed from it (`run_identity`).
-        unknown: beginnings of its keys that are not known yet.
-    """
+    """The checkpoint's trainer_state.json. Raises UserError if the run that wrote it has another `run_identity`, or
+    this process does not see it. Keys that begin as one of `unknown` are not compared."""
     if not checkpoint.exists():
         raise UserError(f"{checkpoint}: rank 0 sees it, another process does not: all must see one output_dir")
     state = json.loads((checkpoint / STATE).read_text())
@@ -188,13 +184,8 @@ def run_identity(
     digests: dict[str, str],
     states: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Data, order, settings, drafter and target of a run.
-
-    Args:
-        digests: of the rows that are left after all checks. The contents of eval.prompts decide which these are, and
-            may have changed since the checkpoint.
-        states: of `store_identity`.
-    """
+    """Data, order, settings, drafter and target of a run. `digests` are of the rows that are left after all checks: the
+    contents of eval.prompts decide which, and may have changed since the checkpoint. `states`: `store_identity`."""
     start = recipe.drafter.init_from
     settings = {f"train.{key}": value for key, value in recipe.train.model_dump().items() if key not in MAY_CHANGE}
     return {

@@ -1,10 +1,13 @@
-"""The drafter that training starts from: fresh weights, or those of a trained drafter (drafter.init_from)."""
+"""The drafter that training starts from: fresh weights, or those of a trained drafter (drafter.init_from); LoRA."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.utils import parametrize
 
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab, read_weights
 from draftsmith.models.drafter_base import Drafter, DrafterConfig
@@ -12,9 +15,8 @@ from draftsmith.models.drafters import build_drafter, kind_text
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.sections.drafter import DrafterSection
-from draftsmith.train.run.lora import add_lora
+from draftsmith.recipes.errors import UserError, quoted
+from draftsmith.recipes.sections.drafter import DrafterSection, LoraSection
 
 
 def new_drafter(
@@ -75,3 +77,47 @@ def check_start(
             "run `draftsmith rank-vocab` with this recipe, which takes the drafter's"
         )
     return given
+
+
+class LowRankSum(nn.Module):
+    """LoRA of a linear layer (drafter.lora; arXiv 2106.09685): two thin matrices learn beside the frozen weight.
+
+        weight [out, in]  =  frozen  +  alpha / r * b a,    a [r, in] random, b [out, r] zero at the start
+
+    As PyTorch's parametrisation it takes the place of the weight, so every reader sees the sum: the head's fused loss
+    and the MLP's fused product read weights without calling a layer, and would pass over peft's layers.
+    """
+
+    def __init__(self, weight: torch.Tensor, r: int, alpha: float):
+        super().__init__()
+        self.scale = alpha / r
+        self.a = nn.Parameter(weight.new_empty(r, weight.shape[1]))
+        self.b = nn.Parameter(weight.new_zeros(weight.shape[0], r))
+        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(weight, self.b, self.a, alpha=self.scale)
+
+
+def add_lora(drafter: Drafter, section: LoraSection) -> None:
+    """Freezes the drafter and adds trainable matrices to its linear layers. Raises UserError if drafter.lora.modules
+    names layers that it has not."""
+    drafter.requires_grad_(False)
+    linear = {name: module for name, module in drafter.named_modules() if isinstance(module, nn.Linear)}
+    known = {name.rpartition(".")[2] for name in linear}
+    if unknown := sorted(set(section.modules or ()) - known):
+        raise UserError(
+            f"drafter.lora.modules: this drafter has no linear layers called {quoted(unknown)}; "
+            f"it has {', '.join(sorted(known))}"
+        )
+    for name, module in linear.items():
+        if name.rpartition(".")[2] in (section.modules or known):
+            low_rank = LowRankSum(module.weight, section.r, section.alpha)
+            parametrize.register_parametrization(module, "weight", low_rank)
+
+
+def merge_lora(drafter: Drafter) -> None:
+    """Makes it an ordinary drafter of the same weights, in place. Without LoRA nothing changes."""
+    for module in list(drafter.modules()):
+        if parametrize.is_parametrized(module, "weight"):
+            parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)

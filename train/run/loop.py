@@ -27,7 +27,6 @@ from draftsmith.recipes.files.atomic import sync_to_disk
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, add_noise, teacher_of
 from draftsmith.train.measure.metrics_line import COUNTED, Tally, ThroughputMeter, counted_by_all
-from draftsmith.train.measure.step_profile import tracer
 from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
 from draftsmith.train.run.checkpoints import (
     best_of,
@@ -42,7 +41,7 @@ from draftsmith.train.run.checkpoints import (
 )
 from draftsmith.train.run.engine import Engine
 from draftsmith.train.run.processes import StopRequest, failing_together
-from draftsmith.train.run.run_log import MetricsLog, Trackers
+from draftsmith.train.run.run_log import MetricsLog, Trackers, tracer
 from draftsmith.train.run.schedule import Schedule
 from draftsmith.train.run.state_sources import OnlineStates, StateSource
 from draftsmith.train.run.training_inputs import Inputs

@@ -10,11 +10,14 @@ checkpoint. wandb and trackio get the same run name again, and trackio shows the
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import tracking
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
@@ -23,6 +26,8 @@ from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe
 
 PROJECT = "draftsmith"
+WARM_UP_STEPS = 2  # in which kernels are chosen and memory is allocated
+TABLE_ROWS = 25
 PACKAGES = {"comet_ml": "comet-ml"}  # pip's names, where they differ
 
 
@@ -118,3 +123,29 @@ class Trackers:
     def finish(self) -> None:
         for tracker in self._running:
             tracker.finish()
+
+
+def tracer(count: int, directory: Path, rank: int, say: Callable[[str], object], first: int, last: int) -> profile:
+    """`--profile N`: a context for steps `first` (from 0) to `last` - 1, with a method `step` to be called behind each
+    of them. It traces `count` steps after a warm-up, which is shorter if there are too few steps, into a trace for
+    https://ui.perfetto.dev, in which the parts of a step have names, and a table of the slowest operators. `say` prints
+    on one process."""
+    warm_up = max(0, min(WARM_UP_STEPS, last - first - count))
+
+    def write(recorded: Any) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        trace = directory / f"rank{rank}.trace.json.gz"
+        table = trace.with_name(f"rank{rank}.txt")
+        recorded.export_chrome_trace(str(trace))
+        by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        table.write_text(recorded.key_averages().table(sort_by=by, row_limit=TABLE_ROWS) + "\n")
+        say(
+            f"profile: {trace}, from step {first + warm_up + 1} on, for https://ui.perfetto.dev; slowest "
+            f"operators: {table}"
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns of a warm-up without steps
+        steps = schedule(wait=0, warmup=warm_up, active=count, repeat=1)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    return profile(activities=activities, schedule=steps, on_trace_ready=write, record_shapes=True, profile_memory=True)

@@ -37,13 +37,11 @@ from draftsmith.train.measure.training_plan import print_plan
 from draftsmith.train.run.accelerator import accelerator_of
 from draftsmith.train.run.batches import computed_tokens
 from draftsmith.train.run.checkpoints import digests_of, disk_errors_as_user_errors, run_identity, step_of
-from draftsmith.train.run.engine import Engine
-from draftsmith.train.run.initial_drafter import new_drafter
+from draftsmith.train.run.engine import Engine, trainee_of
+from draftsmith.train.run.initial_drafter import merge_lora, new_drafter
 from draftsmith.train.run.loop import Loop
-from draftsmith.train.run.lora import merge_lora
 from draftsmith.train.run.processes import check_ranks_agree, failing_together
 from draftsmith.train.run.run_log import check_trackers
-from draftsmith.train.run.settings import trainee_of
 from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_sharded
 from draftsmith.train.run.state_sources import OnlineStates, StateSource, StoredStates, store_identity
 from draftsmith.train.run.training_inputs import Inputs, read_inputs
