@@ -14,7 +14,7 @@ import yaml
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.command import console
 from draftsmith.recipes.loader import all_keys
-from tests.recipe_cases import SMALLEST, problems_of
+from tests.recipes.test_recipes import SMALLEST, problems_of
 from tests.training_runs import fresh_accelerator, no_dry_run, to_train, write_recipe
 
 __all__ = ["no_dry_run"]  # a fixture
