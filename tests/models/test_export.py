@@ -351,9 +351,3 @@ def test_what_an_engine_must_be_told_is_said(run_dir: Path, call: Call) -> None:
     assert "vllm serve target" not in said + card and "ad" * 32 in card
     said = call("recipe.yaml", "--to", "llama.cpp", "--with-target", "x.py", code=2)
     assert "would convert the target without its adapter" in said
-
-
-def test_a_binding_licence_is_told_by_the_targets_name() -> None:
-    bound = ("meta-llama/Llama-3.1-8B-Instruct", "codellama/CodeLlama-7b-hf", "models/gemma-2-2b-it")
-    for name in (*bound, "TinyLlama/TinyLlama-1.1B", "llava-hf/llava-1.5-7b-hf"):
-        assert any(re.search(family, name.lower()) for family in cards.BINDING) == (name in bound)

@@ -171,7 +171,7 @@ def test_the_tokenizer_is_copied_from_the_target_s_file(tmp_path: Path) -> None:
         assert (ours[key].types, ours[key].contents()) == (theirs[key].types, theirs[key].contents()), key
 
 
-def test_the_file_of_another_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_of_another_target_is_refused(tmp_path: Path) -> None:
     path, target = tmp_path / "t.gguf", make_source().target
     wrong: dict[str, dict[str, Any]] = {
         "num_layers is 9": {"layers": 9},
@@ -181,9 +181,6 @@ def test_the_file_of_another_target_is_refused(tmp_path: Path, capsys: pytest.Ca
     for told, changed in wrong.items():
         with pytest.raises(UserError, match=f"{told}, the drafter's target has"):
             llama_cpp.check_fit(target, target_file(path, **changed))
-    for architecture, told in (("qwen2", "no states of qwen2 models"), ("qwen3", "")):
-        llama_cpp.check_fit(target, target_file(path, architecture))
-        assert told in (said := capsys.readouterr().err) and bool(said) == bool(told)
     for content in (b"", b"GGUF", b"not a file of this kind at all, but long enough to look at"):
         path.write_bytes(content)
         with pytest.raises(UserError, match=r"t.gguf: not a whole GGUF file"):
