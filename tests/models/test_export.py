@@ -78,14 +78,11 @@ def test_every_engine_that_can_gets_the_trained_drafter(name: str, home: Path, t
     [
         ("llama.cpp", {"capture_layers": (2, 5)}, "exactly 3 of the target's states"),
         ("llama.cpp", {"capture_layers": (2, 4, 7)}, "before the target's final norm"),
-        ("llama.cpp", {"num_layers": 2}, "one layer"),
-        ("llama.cpp", {"norm_output": True}, "neither fc_norm nor norm_output"),
         ("llama.cpp", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "drafter has yarn"),
         ("sglang", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mscale": 2}}, "not read mscale"),
         ("sglang", {"attention_bias": True}, "no bias in q, k, v"),
         ("sglang", {"capture_layers": (2,)}, "one target state"),
         ("eagle", {"capture_layers": (1, 3, 4)}, r"always captures states \[2, 3, 4\], the drafter reads \[1, 3, 4\]"),
-        ("vllm", {"hidden_act": "gelu"}, "silu alone"),
     ],
 )
 def test_what_an_engine_cannot_serve_is_a_reason(

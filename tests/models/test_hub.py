@@ -257,7 +257,6 @@ def test_what_is_no_drafter_is_not_downloaded(hub: FakeHub, monkeypatch: pytest.
         ("me/gated", "the Hub asks you to accept its licence first"),
         ("me/drafter@v9", "the Hub has no revision 'v9' of it"),
         ("me/a--b", "no name that a model of the Hub could have"),
-        ("me/overloaded", "the Hub is out of order"),
         ("me/offline", "HF_HUB_OFFLINE forbids"),
         ("me/far", "the Hub cannot be reached .ConnectionError"),
     ],
@@ -265,9 +264,8 @@ def test_what_is_no_drafter_is_not_downloaded(hub: FakeHub, monkeypatch: pytest.
 def test_a_drafter_that_cannot_be_had(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
     hub.add_repo("me/drafter", SMALL)
     hub.add_repo("me/gated", SMALL, gated=True)
-    faults = {"me/overloaded": refused(503), "me/far": ConnectionError()}
-    if name in faults:
-        hub.refuses["model_info"] = faults[name]
+    if name == "me/far":
+        hub.refuses["model_info"] = ConnectionError()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", name == "me/offline")
     name, _, revision = name.partition("@")
     with pytest.raises(UserError, match=rf"^'{name}' is no folder in {re.escape(os.getcwd())}, and .*{said}"):

@@ -160,50 +160,36 @@ Tensors = dict[str, torch.Tensor]
 # Keys of config.json, and what is told.
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "which was it"),
-    ({"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 1e6}, "which was it trained with"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "whole heads"),
-    ({"rope_scaling": {"rope_type": "banana"}}, "rope_type is 'banana'"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'; drafters here rotate by default, linear"),
     ({"head_dim": 16.0}, "head_dim is 16.0: Input should be a valid integer"),
-    ({"num_hidden_layers": True}, "num_hidden_layers is True: Input should"),
-    ({"num_hidden_layers": 1_000_000}, "layers|tensors"),
     ({"eagle_config": {AUX: [1, 2.5, 3]}}, r"eagle_aux_hidden_state_layer_ids.1 is 2.5"),
-    ({AUX: [2, 3, 99]}, "must ascend within 0 to 6"),
     ({AUX: [1, 2, 3], "eagle_config": {AUX: [1, 2, 3]}}, "name different states"),
-    ({"hidden_size": None}, "hidden_size is missing"),
     ({"hidden_size": 16, "target_hidden_size": 32}, "is of width 16, the target's 32; .* Only drafters as wide"),
     ({"target_hidden_size": 48}, "reads states of width 48, the target's 32"),
     ({"mlp_bias": True}, "mlp_bias is True"),
     ({"bias": True}, "none of its tensors is a bias"),
     ({"vocab_size": VOCAB_SIZE + 8}, "vocab_size is 328, the target's 320"),
-    ({"intermediate_size": -4}, "intermediate_size is -4: Input should be greater"),
     ({"num_key_value_heads": 3}, "cannot share"),
     ({"norm_before_residual": True}, "norm_before_residual is True"),
-    ({"hidden_act": "__import__"}, "hidden_act"),
 ]
 # A tensor, what becomes of it, and what is told.
 TENSORS: list[tuple[str, Callable[[Tensors], torch.Tensor] | None, str]] = [
     ("fc.weight", lambda t: t["fc.weight"] * torch.nan, "numbers that are not finite"),
-    ("fc.weight", lambda t: t["fc.weight"].double() * 1e300, "numbers that are not finite"),
     ("fc.weight", lambda t: t["fc.weight"].to(torch.float8_e4m3fn), "fc.weight is of type"),
     ("fc.weight", lambda t: t["fc.weight"][:, :5], r"fc.weight is \[32, 5\], not \[32, 96\]"),
     ("midlayer.mlp.up_proj.weight", None, "midlayer.mlp.up_proj.weight is missing"),
     ("d2t", None, "there is no d2t"),
-    ("t2d", lambda t: t["t2d"].float(), "t2d is of type torch.float32, not torch.bool"),
     ("t2d", lambda t: ~t["t2d"], "t2d marks other target tokens"),
-    ("d2t", lambda t: t["d2t"].float(), "d2t is of type torch.float32"),
     ("d2t", lambda t: t["d2t"] + VOCAB_SIZE, "d2t must hold offsets"),
     ("d2t", lambda t: torch.cat((t["d2t"][:1], t["d2t"][:1] - 1, t["d2t"][2:])), "target_ids must ascend"),
     ("midlayer.self_attn.o_proj.bias", lambda t: torch.ones(32), "o_proj.bias has no place in eagle3"),
-    ("extra", lambda t: t["fc.weight"].clone(), "extra has no place in eagle3"),
     ("embed_tokens.weight", lambda t: torch.randn(VOCAB_SIZE, 32), "not the target's table"),
 ]
 # A file in the place of one of the folder's, and what is told.
 FILES: list[tuple[str, bytes, str]] = [
     ("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}", "not a whole safetensors file: .*header"),
-    ("model.safetensors", b"PK\x03\x04" * 9, "not a whole safetensors file"),
     ("config.json", b" " * (1 << 25), "no drafter's is that large"),
-    ("config.json", b"[]", "not a JSON object"),
     ("config.json", b"[" * 5000 + b"]" * 5000, "nested too deeply"),
 ]
 
@@ -216,7 +202,6 @@ def of_index(places: Any) -> Callable[[Path], object]:
 WEIGHTS: list[tuple[Callable[[Path], object], str]] = [
     (of_index({"fc.weight": "../outside.safetensors"}), "plain names in its folder"),
     (of_index({"fc.weight": "gone.safetensors"}), "gone.safetensors, which is missing"),
-    (of_index([]), "no weight_map"),
     (lambda weights: weights.symlink_to(weights.parents[1] / "outside"), "a link that leads out of the folder"),
     (os.mkfifo, "not a regular file"),
 ]

@@ -101,7 +101,7 @@ def test_ctrl_c_while_modules_are_imported_needs_no_traceback(program: str, tmp_
     """The recipe's schema, which comes late, takes forever here."""
     stand_in = f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(60)\n"
     (tmp_path / "yaml.py").write_text(stand_in)
-    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nsys.argv = ['draftsmith', 'plan']\n{IMPORTS[program]}"
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nsys.argv = ['draftsmith', 'plan-tree']\n{IMPORTS[program]}"
     command = [sys.executable, "-c", f"import signal\nsignal.signal(2, signal.default_int_handler)\n{code}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 30
@@ -178,9 +178,7 @@ def test_several_processes_of_a_script_that_needs_one_are_refused_and_the_first_
 
 
 def test_a_reader_who_goes_away_is_no_defect() -> None:
-    script = (
-        "from draftsmith.recipes.command.cli import run\nrun(lambda: print('line\\n' * 99_999))"
-    )
+    script = "from draftsmith.recipes.command.cli import run\nrun(lambda: print('line\\n' * 99_999))"
     read, write_end = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, check=False)

@@ -149,20 +149,16 @@ LAUGHS = "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for
     ("text", "expected"),
     [
         ("output_dir: [1\ntarget: {}\n", "recipe.yaml:2: not valid YAML"),
-        ("- a\n- b\n", "`key: value`"),
         ("", "`output_dir` is missing"),
         (SMALLEST + "train: {seed: 2024-13-45}\n", "month must be"),
-        (SMALLEST + "train: {packing: !!bool maybe}\n", "maybe"),
         (SMALLEST + "train: &a {seed: *a}\n", "not valid YAML: nested too deeply, or an alias"),
-        (SMALLEST + "? [a, b]\n: 3\n", "recipe.yaml:4: not valid YAML"),
-        (SMALLEST + "---\na: 1\n", "not valid YAML"),
         (SMALLEST + "train: !!python/object:os.system {}\n", "recipe.yaml:4: not valid YAML"),
         (SMALLEST + LAUGHS, "not valid YAML: more than 10,000 values"),
         (SMALLEST + "a: " + "[" * 5000, "not valid YAML: nested too deeply"),
         (SMALLEST + "#" * 100_000, "recipe.yaml: too long for a recipe, which has at most 60,000 characters"),
         (f"output_dir: {'x' * 5000}\ntarget: {{model: org/name}}\n", "File name too long"),
     ],
-    ids=range(13),
+    ids=range(9),
 )
 def test_not_a_recipe(write, text, expected):
     problems = problems_of(write(text))
@@ -388,38 +384,8 @@ def test_vicuna_template_writes_the_published_format_and_marks_what_the_model_wr
     assert ids[: marked.index(True)] == render_prompt(tokenizer, messages[:1])
 
 
-DECODING_ROWS = [
-    *("plain decoding", "plain decoding, int8 target", "eagle3.1, chain of 4", "prompt lookup", "sam"),
-    *("sam + eagle3.1, router", "sam + eagle3.1, fused", "hierarchy", "eagle3.1, int8 target"),
-]
-
-
 def test_readmes_table_has_the_rows_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     table = (ROOT / "README.md").read_text().partition(" tau  ")[2].partition("*tau*")[0]
     names = [row.name for row in contenders_of(load_recipe("recipes/demo.yaml", ["output_dir=runs/none"]))]
     assert re.findall(r"^    (\S.*?) +\d\.\d\d\b", table, re.MULTILINE) == ["plain decoding", *names]
-
-
-@pytest.mark.slow
-def test_decoding_demo_runs_on_a_drafter_of_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    short = [
-        *(f"output_dir={tmp_path / 'demo'}", "data.max_prompts=8", "data.generator.max_new_tokens=24"),
-        *("drafter.vocab_size=64", "train.max_steps=2", "train.warmup_steps=1", "train.eval_replay=0"),
-        "train.validation_conversations=1",
-    ]
-    for script in (regenerate, rank_vocab, TRAINED_BY["eagle3"]):
-        run_main(script, "recipes/demo.yaml", *short)
-    lean = (
-        "eval.max_prompts=1",
-        "eval.turns=first",
-        "eval.max_new_tokens=24",
-        f"eval.drafter={tmp_path / 'demo/drafter'}",
-    )
-    run_main(acceptance, "recipes/demo-decoding.yaml", f"eval.out={tmp_path / 'decoded'}", *lean)
-    rows = json.loads((tmp_path / "decoded/acceptance.json").read_text())["contenders"]
-    assert list(rows) == DECODING_ROWS
-    assert all(row["matches_target"] for name, row in rows.items() if "int8" not in name)
-    assert rows["hierarchy"]["inner_tau"] >= 1
-    assert (tmp_path / "decoded/report.html").exists()
