@@ -101,7 +101,9 @@ def test_ctrl_c_while_modules_are_imported_needs_no_traceback(program: str, tmp_
     """The recipe's schema, which comes late, takes forever here."""
     stand_in = f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(60)\n"
     (tmp_path / "yaml.py").write_text(stand_in)
-    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nsys.argv = ['draftsmith', 'plan-tree']\n{IMPORTS[program]}"
+    code = (
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nsys.argv = ['draftsmith', 'evaluate']\n{IMPORTS[program]}"
+    )
     command = [sys.executable, "-c", f"import signal\nsignal.signal(2, signal.default_int_handler)\n{code}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 30
