@@ -14,7 +14,7 @@ import yaml
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.command import console
 from draftsmith.recipes.loader import all_keys
-from tests.recipe_cases import SMALLEST, problems_of
+from tests.recipes.test_recipes import SMALLEST, problems_of
 from tests.training_runs import fresh_accelerator, no_dry_run, to_train, write_recipe
 
 __all__ = ["no_dry_run"]  # a fixture
@@ -93,23 +93,6 @@ def test_a_mistake_is_told_before_anything_is_done(
     recipe = [] if command in WITHOUT_RECIPE else ["recipe.yaml"]
     said = told([command, *recipe, *words], monkeypatch, capsys)
     assert key in said and re.search(fix, said, re.DOTALL), said
-
-
-def test_all_mistakes_of_a_recipe_are_told_at_once(in_place: None) -> None:
-    """One for each key. What contradicts within a section is told once its values are of their types."""
-    chosen: dict[str, list[str]] = {}
-    for case in MISTAKES["recipe"]:
-        if (
-            len(case) == 3
-            and "." in case[0].partition("=")[0]
-            and "`: expected " in problems_of("small.yaml", case[0])[0]
-        ):
-            chosen.setdefault(case[0].partition("=")[0], case)
-    sections_first = sorted(chosen, key=lambda key: key.count("."))
-    problems = problems_of("small.yaml", *(chosen[key][0] for key in sections_first))
-    for _, key, fix in chosen.values():
-        assert any(key in problem and re.search(fix, problem) for problem in problems), key
-    assert len(chosen) > 15
 
 
 def test_every_key_checks_its_type_and_is_meant_by_its_misspelling(in_place: None) -> None:

@@ -1,8 +1,4 @@
-"""What the layout promises: every module is in the wheel, no file hides an installed module, imports run one way.
-
-Each check is a function of a root folder that returns what is wrong. It is held against this tree, which must pass, and
-against a small tree with mistakes.
-"""
+"""What layout and documents promise: every module is in the wheel, imports run one way, shown commands run."""
 
 import ast
 import configparser
@@ -14,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,23 +37,11 @@ OFTEN_INSTALLED = {
 INSTALLED = importlib.metadata.packages_distributions()  # top-level module -> the distributions that bring it
 
 
-def modules(root: Path) -> Iterator[tuple[str, Path]]:
+def modules() -> Iterator[tuple[str, Path]]:
     """(room, path) of every Python file of the package."""
     for room in ROOMS:
-        for path in sorted((root / room).rglob("*.py")):
+        for path in sorted((ROOT / room).rglob("*.py")):
             yield room, path
-
-
-def shadowing(root: Path) -> list[str]:
-    """Files and folders beside scripts that bear the name of an importable module: a script's folder comes first on
-    sys.path."""
-    taken = set(sys.stdlib_module_names) | set(INSTALLED) | OFTEN_INSTALLED
-    problems = []
-    for room, path in modules(root):
-        named = path.parent if path.name == "__init__.py" else path
-        if named.stem in taken and named.parent == root / room:
-            problems.append(f"{path.relative_to(root)} hides the installed module {named.stem}")
-    return problems
 
 
 @functools.cache
@@ -73,93 +57,49 @@ def imports(path: Path) -> list[tuple[int, str]]:
     return found
 
 
-def forbidden_imports(root: Path) -> list[str]:
-    """Imports against the direction recipes <- models <- eval <- data_gen <- train, from OUTSIDE, or not by the full
-    name."""
-    problems = []
-    for room, path in modules(root):
+def test_no_file_hides_an_installed_module() -> None:
+    """A script's folder comes first on sys.path."""
+    taken = set(sys.stdlib_module_names) | set(INSTALLED) | OFTEN_INSTALLED
+    for room in ROOMS:
+        assert not taken & {path.stem for path in (ROOT / room).iterdir()}, room
+
+
+def test_imports_run_from_train_to_recipes_by_full_names() -> None:
+    """recipes <- models <- eval <- data_gen <- train, and nothing from OUTSIDE."""
+    for room, path in modules():
         for line, name in imports(path):
             first, *rest = name.split(".")
-            where = f"{path.relative_to(root)}:{line}"
-            if first in ("", *ROOMS):
-                problems.append(f"{where}: write draftsmith.{name.lstrip('.')}")
-            elif first in OUTSIDE:
-                problems.append(f"{where}: {room} must not import {first}")
-            elif first == "draftsmith" and rest[0] != room and rest[0] not in MAY_IMPORT[room]:
-                problems.append(f"{where}: {room} must not import {rest[0]}")
-    return problems
+            assert first not in ("", *ROOMS, *OUTSIDE), f"{path}:{line}: {name}"
+            assert first != "draftsmith" or rest[0] in (room, *MAY_IMPORT[room]), f"{path}:{line}: {name}"
 
 
-def undeclared(root: Path) -> list[str]:
-    """Imports of packages that setup.cfg does not ask for, and that are there only because something else did."""
+def test_imported_packages_are_declared() -> None:
+    """In setup.cfg, not there only because something else asked for them."""
     options = configparser.ConfigParser()
-    options.read(root / "setup.cfg")
+    options.read(ROOT / "setup.cfg")
     wanted = "\n".join([options["options"]["install_requires"], *options["options.extras_require"].values()])
     declared = {
         line.strip().split(">")[0].split("[")[0].split("=")[-1].strip().lower() for line in wanted.splitlines() if line
     }
     declared |= {name.replace("-", "_") for name in declared}  # as one that is not installed is imported
     declared |= {"pyarrow", "numpy", "jinja2"}  # what datasets, torch and transformers cannot be without
-    tests = [("tests", path) for path in sorted((root / "tests").glob("*.py"))]
-    problems = []
-    for _, path in [*modules(root), *tests]:
+    for path in [*(path for _, path in modules()), *sorted((ROOT / "tests").glob("*.py"))]:
         for line, name in imports(path):
             top = name.split(".")[0]
-            if top in ("", "draftsmith", *OUTSIDE) or top in sys.stdlib_module_names:
-                continue
-            distributions = {distribution.lower() for distribution in INSTALLED.get(top, [top])}
-            if not distributions & declared:
-                problems.append(f"{path.relative_to(root)}:{line}: {top} is not in setup.cfg")
-    return problems
-
-
-CHECKS = [shadowing, forbidden_imports, undeclared]
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_this_tree(check: Callable[[Path], list[str]]) -> None:
-    assert sum(1 for _ in modules(ROOT)) > 10  # the check looked at something
-    assert check(ROOT) == []
-
-
-# A small tree with a mistake or two for each check, after which it says so.
-WRONG = {
-    "eval/queue.py": "",
-    "models/wrong.py": "def f():\n    from draftsmith.train import loop",
-    "data_gen/wrong.py": "import tests.reference",
-    "train/wrong.py": "from models.target import Target\nfrom . import fine",
-    "tests/test_x.py": "import pytest\nfrom fontTools import ttLib",
-}
-TOLD = {
-    shadowing: ["eval/queue.py hides"],
-    forbidden_imports: ["models/wrong.py:2", "data_gen/wrong.py:1", "train/wrong.py:1", "train/wrong.py:2"],
-    undeclared: ["tests/test_x.py:2: fontTools", "train/wrong.py:1: models"],
-}
-
-
-def test_mistakes_are_caught_in_a_small_tree_that_is_fine_without_them(tmp_path: Path) -> None:
-    for folder in (*ROOMS, "tests"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "__init__.py").touch()
-    (tmp_path / "setup.cfg").write_text((ROOT / "setup.cfg").read_text(encoding="utf-8"))
-    assert [check(tmp_path) for check in CHECKS] == [[]] * len(CHECKS)
-    for name, text in WRONG.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    for check in CHECKS:
-        told = check(tmp_path)
-        assert len(told) == len(TOLD[check]) and all(any(said in each for each in told) for said in TOLD[check]), told
+            if top not in ("draftsmith", *OUTSIDE) and top not in sys.stdlib_module_names:
+                distributions = {distribution.lower() for distribution in INSTALLED.get(top, [top])}
+                assert distributions & declared, f"{path}:{line}: {top} is not in setup.cfg"
 
 
 # Scripts tell by example how they are called. What they show must be what they take.
 
 
-def scripts(root: Path) -> list[Path]:
+def scripts() -> list[Path]:
     """Files that read a recipe from the command line."""
     calls = re.compile(r"^    .*(parse_command|parse_arguments|train_kind)\(__doc__", re.MULTILINE)
-    texts = {path: path.read_text(encoding="utf-8") for _, path in modules(root)}
+    texts = {path: path.read_text(encoding="utf-8") for _, path in modules()}
     # recipes/command/cli.py shows such a call in its docstring.
-    return [path for path, text in texts.items() if calls.search(text) and path != root / "recipes/command/cli.py"]
+    return [path for path, text in texts.items() if calls.search(text) and path != ROOT / "recipes/command/cli.py"]
 
 
 def shown_commands(text: str) -> Iterator[list[str]]:
@@ -176,19 +116,19 @@ def shown_commands(text: str) -> Iterator[list[str]]:
                 yield words
 
 
-def wrong_examples(root: Path, place: Path, text: str) -> list[str]:
+def wrong_examples(place: Path, text: str) -> list[str]:
     """Commands that name another script than there is, or overrides that its recipe does not take. That a file is not
     there yet is no mistake: another command makes it."""
     problems = []
     for script, *words in shown_commands(text):
-        where = f"{place.relative_to(root)}: {script} {' '.join(words)}"
-        if not (root / script).exists():
+        where = f"{place.relative_to(ROOT)}: {script} {' '.join(words)}"
+        if not (ROOT / script).exists():
             problems.append(f"{where}: no such script")
         recipes = [word for word in words if word.startswith("recipes/") and word.endswith(".yaml")]
         overrides = [word for word in words if re.match(r"[a-z_0-9.]+=", word)]
         for recipe in recipes:
             try:
-                load_recipe(root / recipe, overrides)
+                load_recipe(ROOT / recipe, overrides)
             except UserError as error:
                 problems += [f"{where}: {problem}" for problem in error.problems if not ABSENT.search(problem)]
     return problems
@@ -197,7 +137,7 @@ def wrong_examples(root: Path, place: Path, text: str) -> list[str]:
 ABSENT = re.compile("(no such|does not exist|is missing|is not there|nothing there)")
 
 
-@pytest.mark.parametrize("path", scripts(ROOT), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", scripts(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_help_shows_commands_that_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--help` is the docstring (tests/recipes/test_command_line.py)."""
     monkeypatch.chdir(ROOT)  # recipes name files relative to it
@@ -206,14 +146,14 @@ def test_help_shows_commands_that_run(path: Path, monkeypatch: pytest.MonkeyPatc
     own = [words for words in shown_commands("\n".join(f"    {line}" for line in doc.splitlines())) if words[0] == name]
     assert any(words[1].startswith("recipes/") for words in own), "no example on a shipped recipe"
     assert any("--plan" in words for words in own) or path.name == "conversations.py"  # it writes nothing
-    assert wrong_examples(ROOT, path, doc) == []
+    assert wrong_examples(path, doc) == []
 
 
 def test_recipes_show_commands_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         head = path.read_text(encoding="utf-8").split("\noutput_dir:")[0]
-        assert len(list(shown_commands(head))) >= 4 and wrong_examples(ROOT, path, head) == []
+        assert len(list(shown_commands(head))) >= 4 and wrong_examples(path, head) == []
 
 
 DOCUMENTS = sorted(
@@ -254,7 +194,7 @@ def test_documents_show_commands_that_run_and_links_that_lead_somewhere(
     text = place.read_text(encoding="utf-8")
     assert wrong_links(place, text) == []
     if place.name != "LOG.md":  # its commands and files are those of their day
-        assert missing_files(place, text) + wrong_examples(ROOT, place, text) == []
+        assert missing_files(place, text) + wrong_examples(place, text) == []
 
 
 def test_pages_are_linked_from_the_readme_and_those_that_code_and_recipes_name_exist():

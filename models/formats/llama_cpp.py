@@ -57,12 +57,6 @@ TARGET = "target.gguf"
 CONVERTER = "convert_hf_to_gguf.py"
 OUT_TYPES = {None: "auto", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 TARGET_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors")
-# Architectures with `t_layer_inp` in llama.cpp's src/models: those that hand a drafter their layers' inputs.
-WITH_STATES = (
-    *("bailingmoe3", "deepseek4", "gemma3n", "gemma4", "gpt-oss", "hunyuan-dense", "hunyuan_vl", "lfm2", "lfm2moe"),
-    *("llama", "mimo2", "minimax-01", "minimax-m2", "muse-glimmer", "nanbeige", "nemotron_h", "nemotron_h_moe"),
-    *("qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "qwen4exp"),
-)
 
 
 def package() -> Any:
@@ -173,7 +167,7 @@ def _interleaved(shape: DrafterConfig, name: str, weight: torch.Tensor, back: bo
 
 
 def check_fit(target: Mapping[str, Any], target_gguf: Path) -> None:
-    """Raises UserError if a GGUF cannot be the drafter's target. Warns where llama.cpp may not serve the pair."""
+    """Raises UserError if a GGUF cannot be the drafter's target."""
     fields = open_gguf(target_gguf).fields
     said = {key: field.contents() for key, field in fields.items() if not key.startswith("tokenizer.")}
     architecture = said.get("general.architecture")
@@ -188,9 +182,6 @@ def check_fit(target: Mapping[str, Any], target_gguf: Path) -> None:
         if have != target[key]
     ]:
         raise UserError([*wrong, "Is it the GGUF of " + target["model"] + "?"])
-    if architecture not in WITH_STATES:
-        text = f"llama.cpp 0.3.36 gives a drafter no states of {architecture} models and would stop at the start"
-        print(f"{target_gguf}: {text}; a newer one may", file=sys.stderr)
 
 
 def convert_target(target: Mapping[str, Any], checkout: Path, out: Path, dtype: torch.dtype | None) -> None:

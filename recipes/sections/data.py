@@ -1,8 +1,9 @@
 """The section `data`: prompts, answers, what is counted and stored of them."""
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from draftsmith.recipes.sections.base import (
     MOST_COUNTED,
@@ -19,7 +20,19 @@ from draftsmith.recipes.sections.base import (
     Size,
     as_list,
 )
-from draftsmith.recipes.server_urls import ServerUrl
+
+
+def server_url(text: str) -> str:
+    """The URL with /v1 at its end. Raises ValueError if it is none, or holds a password."""
+    parts = urlsplit(text.strip())
+    if "@" in parts.netloc:
+        raise ValueError(
+            "holds a user name or password; put the key into an environment variable and set "
+            "data.generator.api_key_env to its name"
+        )
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError("must be like http://host:8000/v1")
+    return text.strip().rstrip("/").removesuffix("/v1") + "/v1"
 
 
 class GeneratorSection(Section):
@@ -31,7 +44,7 @@ class GeneratorSection(Section):
     drafter: str | None = None
     """For kind transformers: a trained drafter, named as in eval.drafter, that speeds the target up. The answers remain
     the target's: greedy ones token for token in float32, sampled ones in distribution."""
-    base_urls: list[ServerUrl] = []
+    base_urls: list[Annotated[str, AfterValidator(server_url)]] = []
     """Servers for kind openai: [http://localhost:8000/v1, http://gpu2:8000/v1]."""
     served_model: str | None = None
     """The target's name on the servers. None: the only one that `/v1/models` lists."""

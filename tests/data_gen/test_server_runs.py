@@ -19,7 +19,7 @@ from draftsmith.data_gen.server_client.client import Client
 from draftsmith.data_gen.server_client.server_answers import Completion, Failed, Vocabulary, read_answer
 from draftsmith.models.chat import render_prompt
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.server_urls import server_url
+from draftsmith.recipes.sections.data import server_url
 from tests.conftest import make_tokenizer
 from tests.data_gen.fake_server import STOP, FakeServer, Reply, dripping, expected, raw
 from tests.data_gen.regeneration_place import LIMIT, ServedPlace

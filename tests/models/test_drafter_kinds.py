@@ -175,8 +175,6 @@ def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
     paths = {name: recipe_of(name) for name in ("poss", "poss over eagle3", "eagle")}
     for name, start, message in (
         ("poss", "eagle3.1", "kind eagle3.1, the recipe asks for poss-2"),
-        ("poss over eagle3", "eagle", "kind eagle, the recipe asks for poss-1 over eagle3"),
-        ("eagle", "poss", "kind poss-2, the recipe asks for eagle"),
         ("poss over eagle3", "eagle3.1", "num_layers is 2 there, 1 here; fc_norm is True there, False here"),
         ("poss over eagle3", "other words", "has another draft vocabulary"),
         ("eagle", "wide", "vocab_size: the drafter was trained for 330, this target has 320"),
@@ -204,19 +202,6 @@ def test_a_run_from_another_drafter_keeps_what_no_key_of_a_recipe_sets(
     assert (shape.rope_parameters, shape.rms_norm_eps) == (own, 1e-3)
 
 
-@pytest.mark.slow
-def test_a_run_from_a_trained_drafter(recipe_of: Any) -> None:
-    """eagle, then its specialists; another start under a checkpoint is refused."""
-    first, path = train(recipe_of("eagle"), "train.max_steps=2"), recipe_of("poss")
-    second = train(path, f"drafter.init_from={first / 'drafter'}", "train.max_steps=2", "train.learning_rate=1e-9")
-    single, several = (load_file(each / "drafter/model.safetensors") for each in (first, second))
-    name = "self_attn.q_proj.weight"
-    for i in range(2):
-        torch.testing.assert_close(several[f"specialists.{i}.{name}"], single[f"layers.0.{name}"])
-    with pytest.raises(UserError, match=r"drafter\.init_from: the checkpoint has"):
-        train(path, f"drafter.init_from={second / 'drafter'}", "train.max_steps=3")
-
-
 # Checkpoints.
 
 
@@ -237,35 +222,20 @@ def test_a_saved_drafter_drafts_the_same(kind: str, loaded: tuple[Target, dict[s
     assert not frozen & load_file(tmp_path / "drafter/model.safetensors").keys()
 
 
-def edited(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    change(config)
-    (directory / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize(
     ("kind", "known", "change", "message"),
     [
         ("poss", True, {"positions_per_specialist": 1}, "positions_per_specialist is 1, the weights were written with"),
         ("poss", True, {"num_layers": 2}, "a position specialist is a single layer"),
-        ("poss", True, {"capture_layers": [2, 3]}, r"capture_layers is \[2, 3\], the weights were written with"),
         ("eagle3.1", True, {"norm_output": False}, "norm_output is False, the weights were written with True"),
         ("poss", False, {"specialists": 3}, r"describes poss-2, .*: specialists\.2\.\S+ is missing; .* and \d+ more"),
-        ("poss", False, {"specialists": 1}, r"specialists\.1\.\S+ has no place"),
         ("poss", False, {"intermediate_size": 40}, r"is \[32, 48\], not \[32, 40\]"),
-        ("poss", False, {"specialists": 0}, r"specialists\.0\.\S+ has no place"),
-        ("eagle", False, {"fc_bias": "yes"}, "fc_bias is 'yes'"),
         # A module of these sizes would take minutes.
         ("eagle3", False, {"num_layers": 1_000_000}, r"1,000,000 layers, .*; its weights are 15 tensors"),
         ("eagle3", False, {"intermediate_size": 10**9}, "up to 1,000,000,000 wide; its weights are .* up to 320 wide"),
-        ("eagle3", False, {"hidden_size": 10**12}, "up to 3,000,000,000,000 wide"),
         ("eagle3", False, {"num_key_value_heads": 0}, "modulo by zero"),
         ("eagle3", False, {"hidden_act": "/etc/passwd"}, "hidden_act is '/etc/passwd'"),
-        ("eagle3", False, {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
-        ("eagle3", False, {"head_dim": -8}, "describes no drafter"),
-        ("eagle3", False, {"rope_parameters": 10000.0}, "rope_parameters is 10000.0"),
         ("eagle3", False, {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "not finite"),
-        ("eagle3", False, {"capture_layers": "234"}, "capture_layers is '234'"),
         ("eagle3", False, {"vocab_size": None}, "vocab_size is None"),
     ],
 )

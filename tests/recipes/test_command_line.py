@@ -1,6 +1,7 @@
-"""The command line that scripts share: overrides, help, exit codes."""
+"""The command line that scripts share: overrides, help, exit codes, progress bars."""
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -8,17 +9,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from draftsmith.recipes.command import cli, launch
+from draftsmith.recipes.command import cli, launch, progress
+from draftsmith.recipes.command.progress import Bar, speak_if_due
 from draftsmith.recipes.errors import UserError
-from tests.recipe_cases import SMALLEST
-from tests.recipe_cases import write as write
+from tests.clock import Clock
+from tests.recipes.test_recipes import SMALLEST
 
 
-def test_command_takes_overrides_anywhere(write):
-    path = write(SMALLEST)
+def test_command_takes_overrides_anywhere(tmp_path: Path) -> None:
+    path = str(tmp_path / "recipe.yaml")
+    Path(path).write_text(SMALLEST)
     command = cli.parse_command(
         "Doc.",
         [path, "train.seed=4", "--plan", "--show", "3", "train.max_steps=2"],
@@ -141,7 +145,6 @@ import torch  # its library reads the settings
 @pytest.mark.parametrize(
     ("used", "threads", "said"),
     [
-        ([95.0, 20.0], 2, "use 1.1 of 2 cores, and this one has 2 threads"),
         ([95.0, 20.0], 1, ""),  # a single thread waits for nobody
         ([95.0] + [5.0] * 7, 8, ""),
         ([95.0] * 5 + [5.0] * 3, 8, "use 4.9 of 8 cores"),
@@ -174,17 +177,64 @@ def test_several_processes_of_a_script_that_needs_one_are_refused_and_the_first_
         assert "runs as one process, and 2 were started" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "from draftsmith.recipes.command.cli import run\nrun(lambda: [print('a line') for _ in range(99_999)] and 0)",
-        "from draftsmith.recipes.command.console import main\nmain()",
-    ],
-    ids=["meanwhile", "help"],
-)
-def test_a_reader_who_goes_away_is_no_defect(script: str) -> None:
+def test_a_reader_who_goes_away_is_no_defect() -> None:
+    script = "from draftsmith.recipes.command.cli import run\nrun(lambda: print('line\\n' * 99_999))"
     read, write_end = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+# Progress bars.
+
+
+class Screen(io.StringIO):
+    def __init__(self, terminal: bool):
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of bars. Nothing speaks while it moves, unless the test says so."""
+    clock = Clock(1000.0)
+    monkeypatch.setattr(Bar, "_last_line", clock.now)
+    monkeypatch.setattr(progress, "speak_if_due", lambda: None)  # the thread's
+    monkeypatch.setattr("tqdm.std.time", lambda: clock.now)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(Bar, "monitor_interval", 0)  # no thread that refreshes
+    return clock
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, clock: Clock, terminal: bool, seconds: float, **settings: Any) -> str:
+    """What 4 steps of a stage of 8 show, after so many seconds."""
+    screen = Screen(terminal)
+    monkeypatch.setattr("sys.stderr", screen)
+    with Bar(total=8, desc="decode", unit="prompt", mininterval=0, **settings) as bar:
+        bar.set_postfix_str("tau 2.31", refresh=False)
+        for _ in range(4):
+            for _ in range(10):
+                clock.now += seconds / 40
+                speak_if_due()
+            bar.update()
+    return screen.getvalue()
+
+
+def test_a_log_gets_one_line_a_stage_and_one_every_thirty_seconds(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    assert drawn(monkeypatch, clock, True, 1.9) == drawn(monkeypatch, clock, False, 1.9) == ""
+    line = "decode: 4 of 8 prompts in 00:08,  2.00s/prompt, 00:08 left, tau 2.31\n"
+    assert drawn(monkeypatch, clock, False, 8) == line
+    # Two minutes a prompt: a log cannot wait for them.
+    minutes = drawn(monkeypatch, clock, False, 480).splitlines()
+    assert minutes[0] == "decode: 0 of 8 prompts in 00:36, ?prompt/s, ? left, tau 2.31"
+    assert len(minutes) == 480 // 36 + 1  # looked at every 12 seconds, and the last line
+    assert minutes[-1] == "decode: 4 of 8 prompts in 08:00, 120.00s/prompt, 08:00 left, tau 2.31"
+    # Resumed: the pace since then.
+    line = "decode: 8 of 8 prompts in 00:08,  2.00s/prompt, 00:00 left, tau 2.31\n"
+    assert drawn(monkeypatch, clock, False, 8, initial=4) == line

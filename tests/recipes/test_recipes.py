@@ -1,19 +1,57 @@
-"""Recipes: what is read, what is refused, and in which words."""
+"""Recipes: what is read, what is refused, and in which words. Every shipped one runs, from prompts to acceptance.
+
+A shipped recipe's target is shrunken: it has the recipe's model_type, its kind of attention, rotary scaling, biases and
+layer types, and random weights. The overrides are sizes and paths alone, and float32: what is decoded must then equal
+plain decoding.
+"""
 
 import gzip
+import json
 import os
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from draftsmith.data_gen import label_trees, rank_vocab, regenerate, reprompt
 from draftsmith.eval import acceptance
+from draftsmith.eval.decoding.contenders import contenders_of
+from draftsmith.models.chat import render_marked, render_prompt
+from draftsmith.models.checkpoint import read_drafter_config
+from draftsmith.models.target import default_capture_layers
+from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.command import cli
+from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import PACKAGE, dump_recipe, load_recipe
-from tests.recipe_cases import SMALLEST, problems_of
-from tests.recipe_cases import write as write
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train import c2t
+from tests.conftest import make_target, make_tokenizer
+from tests.thinning import a_few
+from tests.tiny_vision import FAMILIES, picture, save_vision_target
+from tests.training_runs import TRAINED_BY, run_main
+
+SMALLEST = "output_dir: runs/x\ntarget:\n  model: org/name\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str) -> str:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def problems_of(path: str, *overrides: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load_recipe(path, overrides)
+    return caught.value.problems
 
 
 def test_every_problem_names_its_line_and_files_that_are_missing_come_with_them(write):
@@ -111,20 +149,16 @@ LAUGHS = "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for
     ("text", "expected"),
     [
         ("output_dir: [1\ntarget: {}\n", "recipe.yaml:2: not valid YAML"),
-        ("- a\n- b\n", "`key: value`"),
         ("", "`output_dir` is missing"),
         (SMALLEST + "train: {seed: 2024-13-45}\n", "month must be"),
-        (SMALLEST + "train: {packing: !!bool maybe}\n", "maybe"),
         (SMALLEST + "train: &a {seed: *a}\n", "not valid YAML: nested too deeply, or an alias"),
-        (SMALLEST + "? [a, b]\n: 3\n", "recipe.yaml:4: not valid YAML"),
-        (SMALLEST + "---\na: 1\n", "not valid YAML"),
         (SMALLEST + "train: !!python/object:os.system {}\n", "recipe.yaml:4: not valid YAML"),
         (SMALLEST + LAUGHS, "not valid YAML: more than 10,000 values"),
         (SMALLEST + "a: " + "[" * 5000, "not valid YAML: nested too deeply"),
         (SMALLEST + "#" * 100_000, "recipe.yaml: too long for a recipe, which has at most 60,000 characters"),
         (f"output_dir: {'x' * 5000}\ntarget: {{model: org/name}}\n", "File name too long"),
     ],
-    ids=range(13),
+    ids=range(9),
 )
 def test_not_a_recipe(write, text, expected):
     problems = problems_of(write(text))
@@ -194,3 +228,164 @@ def test_what_a_recipe_leaves_out_is_as_its_drafter_was_published(write, tmp_pat
         assert {key: says[key] for key in published} == published | given
         (tmp_path / "back.yaml").write_text(dump_recipe(recipe))
         assert load_recipe(tmp_path / "back.yaml") == recipe
+
+
+# Shipped recipes.
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+
+
+ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE |= {"original_max_position_embeddings": 64}
+LLAMA3_8B = ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}})
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "attention_bias": True}
+# Recipe -> model_type, config. Demos are not here: they run as they are. tests/tiny_vision.py has the last two types.
+SHRUNKEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3.1-8b-instruct": ("llama", {"rope_parameters": ROPE}),
+    "llama3.3-70b-instruct": ("llama", {"rope_parameters": ROPE, "num_attention_heads": 8, "num_key_value_heads": 1}),
+    "deepseek-r1-distill-llama-8b": ("llama", {"rope_parameters": ROPE}),
+    "llama3-8b-instruct-hass": LLAMA3_8B,
+    "llama3-8b-instruct-poss": LLAMA3_8B,
+    "llama3-8b-fr-spec": LLAMA3_8B,
+    "vicuna-13b-v1.3": ("llama", {"num_key_value_heads": 4}),
+    "llama2-13b-chat-poss": ("llama", {"num_key_value_heads": 4}),
+    "llama2-7b-chat-c2t": ("llama", {"num_key_value_heads": 4}),
+    "qwen3-8b": ("qwen3", {}),
+    "gpt-oss-20b": ("gpt_oss", EXPERTS),
+    "llava-v1.6-vicuna-7b-vispec": ("llava_next", {}),
+    "llava-v1.6-vicuna-13b-vispec": ("llava_next", {}),
+    "qwen2.5-vl-3b-instruct-vispec": ("qwen2_5_vl", {}),
+    "qwen2.5-vl-7b-instruct-vispec": ("qwen2_5_vl", {}),
+}
+
+
+def save_target(name: str, directory: Path) -> Path:
+    family, settings = SHRUNKEN[name]
+    if family in FAMILIES:
+        return save_vision_target(directory, family)
+    make_target(family, **settings).save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def inputs(recipe: Recipe, folder: Path) -> list[str]:
+    """Overrides that name prompts, pictures and corpora of the recipe's kinds."""
+    asked = [{"id": f"q{i}", "turns": [f"the cat sat {i}", "and then"][: 1 + i % 2]} for i in range(12)]
+    others = [{"id": f"e{i}", "turns": [f"the dog ran {i}", "and then"][: 1 + i]} for i in range(2)]
+    overrides = [f"eval.prompts={write_lines(folder / 'benchmark.jsonl', others)}"]
+    if recipe.reprompts:  # twelve pictures with captions, as LLaVA-Pretrain has them
+        records = []
+        for i in range(12):
+            picture(16 + i, 24, seed=i).save(folder / f"{i}.png")
+            turns = [{"from": "human", "value": "the cat sat\n<image>"}, {"from": "gpt", "value": "a cat"}]
+            records.append({"id": str(i), "image": f"{i}.png", "conversations": turns})
+        (folder / "captions.json").write_text(json.dumps(records))
+        overrides.append(f"data.reprompt.sources={folder / 'captions.json'}")
+    else:
+        overrides.append(f"data.prompts={write_lines(folder / 'prompts.jsonl', asked)}")
+    if recipe.data.ranking.sources:
+        texts = ["the cat sat on the mat", "the dog ran after the cat", "".join(map(chr, range(32, 256)))] * 20
+        corpus = write_lines(folder / "corpus.jsonl", ({"text": text} for text in texts))
+        overrides.append(f"data.ranking.sources.0.source={corpus}")
+    return overrides
+
+
+SMALL = """
+target.thinking=null target.template_args={} target.dtype=float32 target.device=cpu
+data.max_prompts=12 data.max_length=200 data.generator.kind=transformers
+data.generator.max_new_tokens=16 train.max_steps=3 train.warmup_steps=1 train.mixed_precision=no
+train.save_every_steps=2 train.log_every_steps=1 train.validation_conversations=2 eval.max_prompts=2
+eval.max_new_tokens=12 eval.tree.nodes=12 eval.tree.draft_calls=3
+"""
+LABELS = ["labels.draft_calls=2", "labels.top_k=60", "classifier.epochs=2", "classifier.validation_share=0.5"]
+
+
+def shrunken(name: str, recipe: Recipe, folder: Path) -> list[str]:
+    """Overrides that make a run of seconds of a shipped recipe, all its stages and contenders kept."""
+    places = [f"output_dir={folder / 'run'}", f"target.model={save_target(name, folder / 'target')}"]
+    overrides = [*places, *SMALL.split(), *inputs(recipe, folder)]
+    for key, size in (("num_key_value_heads", 4), ("vocab_size", 24), ("intermediate_size", 64)):
+        if getattr(recipe.drafter, key) is not None:
+            overrides.append(f"drafter.{key}={size}")
+    trees = {"eval.tree": recipe.eval.tree}
+    trees |= {f"eval.also.{i}.tree": row.tree for i, row in enumerate(recipe.eval.also)}
+    cuts = sorted({tree.vocab_size for tree in trees.values() if tree.vocab_size is not None})
+    for place, tree in trees.items():
+        if tree.vocab_size is not None:  # in the same order, among the 320 tokens of the shrunken target
+            overrides.append(f"{place}.vocab_size={40 + 20 * cuts.index(tree.vocab_size)}")
+        if tree.policy == "c2t":
+            overrides += [f"{place}.c2t.classifier={folder / 'run/c2t'}", f"{place}.draft_calls=3"]
+        elif tree.policy == "eagle2" and place != "eval.tree" and tree.most > 60:
+            overrides.append(f"{place}.nodes=60")
+    return overrides + (LABELS if "labels" in recipe.model_fields_set else [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", a_few(SHRUNKEN, "llama2-7b-chat-c2t"))  # all six scripts
+def test_from_prompts_to_acceptance(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # a recipe names its template relative to it
+    path = f"recipes/{name}.yaml"
+    recipe = load_recipe(path)
+    overrides = shrunken(name, recipe, tmp_path)
+    labels = [label_trees, c2t] if "labels" in recipe.model_fields_set else []
+    scripts = [*[reprompt] * recipe.reprompts, regenerate, rank_vocab, TRAINED_BY[recipe.drafter.kind], *labels]
+    for script in (*scripts, acceptance):
+        run_main(script, path, *overrides)
+
+    conversations = [json.loads(line) for line in (tmp_path / "run/conversations.jsonl").read_text().splitlines()]
+    assert len(conversations) == 12
+    assert all(("sha256" in str(each["messages"])) == recipe.reprompts for each in conversations)
+    report = json.loads((tmp_path / "run/eval/acceptance.json").read_text())
+    assert len(report["contenders"]) == 2 + len(recipe.eval.also)
+    assert all(row["matches_target"] for row in report["contenders"].values())
+    config, _ = read_drafter_config(tmp_path / "run/drafter")
+    assert config.kind == recipe.drafter.kind
+    assert config.capture_layers == (default_capture_layers(7) if recipe.drafter.extends == "eagle3" else (7,))
+    if recipe.data.ranking.sources:  # the corpus was counted, not the answers
+        assert "corpus.jsonl" in load_token_counts(tmp_path / "run/token_counts.safetensors")[1]["corpora"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_loads_and_says_where_it_comes_from(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert name in SHRUNKEN or name.startswith("demo")  # it is tried
+    recipe = load_recipe(f"recipes/{name}.yaml")  # also checks that every source can be read by its name
+    assert recipe.output_dir == f"runs/{name}"
+    head = (ROOT / f"recipes/{name}.yaml").read_text().split("\noutput_dir:")[0]
+    assert all(line.startswith("#") for line in head.splitlines() if line)
+    for stage in stages_of(recipe):
+        assert f"draftsmith {stage} recipes/{name}.yaml" in head
+    assert "Measured" in head
+
+
+def test_vicuna_template_writes_the_published_format_and_marks_what_the_model_writes() -> None:
+    """FastChat's vicuna_v1.1: one blank behind system and user, </s> and nothing behind an answer."""
+    template = (ROOT / "recipes/templates/vicuna.jinja").read_text()
+    special = {"pad_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = make_tokenizer(template, list(special.values()), special)
+    turns = [("user", "Hello"), ("assistant", "World"), ("user", "Oops"), ("assistant", "Bingo Bingo")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    system = (
+        "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+        "detailed, and polite answers to the user's questions."
+    )
+    written = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert written == f"<s>{system} USER: Hello ASSISTANT: World</s>USER: Oops ASSISTANT: Bingo Bingo</s>"
+    own = tokenizer.apply_chat_template([{"role": "system", "content": "Be kind."}, messages[0]], tokenize=False)
+    assert own == "<s>Be kind. USER: Hello "
+    ids, marked = render_marked(tokenizer, messages[:2])
+    assert tokenizer.decode([i for i, m in zip(ids, marked, strict=True) if m]) == " World</s>"
+    assert ids[: marked.index(True)] == render_prompt(tokenizer, messages[:1])
+
+
+def test_readmes_table_has_the_rows_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    table = (ROOT / "README.md").read_text().partition(" tau  ")[2].partition("*tau*")[0]
+    names = [row.name for row in contenders_of(load_recipe("recipes/demo.yaml", ["output_dir=runs/none"]))]
+    assert re.findall(r"^    (\S.*?) +\d\.\d\d\b", table, re.MULTILINE) == ["plain decoding", *names]

@@ -139,14 +139,11 @@ def test_descriptions_are_true() -> None:
     [
         (THINGS, "I count four things.", "I count three things."),
         (THINGS, "At the top left there is a little red circle.", "At the top left there is a big red circle."),
-        (THINGS, "The number of red things is two.", "The number of red things is one."),
         (THINGS, "The small red circle is above the orange sign.", "The orange sign is above the small red circle."),
         (THINGS, "The bottom row is empty.", "The top row is empty."),
         (BARS, "The second bar is green and five units high.", "The second bar is green and four units high."),
-        (BARS, "The yellow bar has a height of one unit.", "The yellow bar has a height of two units."),
         (BARS, "The tallest bar is green.", "The shortest bar is green."),
         (BARS, "The green bar is taller than the red bar.", "The red bar is taller than the green bar."),
-        (BARS, "Red is as tall as blue.", "Red is as tall as red."),
     ],
 )
 def test_planted_falsehoods_are_found(scene: Scene, true: str, false: str) -> None:
