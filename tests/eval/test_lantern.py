@@ -11,8 +11,7 @@ import torch
 from draftsmith.eval.decoding import lantern
 from draftsmith.eval.decoding.accept import Acceptance
 from draftsmith.eval.decoding.decode import TargetVerifier, decode
-from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation
-from draftsmith.eval.decoding.neighbours import nearest
+from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation, nearest
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.sampling import GREEDY, Sampling
 from tests import reference
