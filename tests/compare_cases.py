@@ -20,12 +20,18 @@ from tests.conftest import make_target, make_tokenizer
 PROMPTS = ["the cat", "the dog ran after the cat in the rain", "a mat", "rain", "the dog and the cat"]
 
 
-def save_untrained(directory: Path, target_dir: Path, layers: tuple[int, ...] | None = None, seed: int = 0) -> Path:
-    """A drafter as training would save it, of 60 tokens; `layers` it reads."""
+def save_untrained(
+    directory: Path,
+    target_dir: Path,
+    layers: tuple[int, ...] | None = None,
+    seed: int = 0,
+    draftable: range = range(3, 63),
+) -> Path:
+    """A drafter as training would save it, of these tokens; `layers` it reads."""
     section = TargetSection(model=str(target_dir))
     target = Target(TargetFiles(section).load_model("cpu"), layers)
     identity = TargetFiles(section).identity_of(target)
-    vocab = DraftVocab(torch.arange(3, 63), target.vocab_size)
+    vocab = DraftVocab(torch.tensor(draftable), target.vocab_size)
     torch.manual_seed(seed)
     config = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
     save_drafter(directory, Eagle3Drafter(config, vocab), identity, "", {})
@@ -58,7 +64,3 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = content | {"output_dir": str(folder / "other"), "eval": {"tree": {"policy": "chain", "nodes": 4}}}
     (folder / "other.yaml").write_text(yaml.safe_dump(other))
     return folder
-
-
-def also(**section: Any) -> str:
-    return f"eval.also=[{json.dumps({'name': 'x'} | section)}]"

@@ -31,16 +31,6 @@ def laid_out(documents: list[tuple[list[int], list[int]]], width: int) -> list[l
     return [row + [0] * (width - len(row)) for row in (ids, spans, positions)]
 
 
-def soft_cross_entropy(logits: torch.Tensor, teacher: torch.Tensor, counted_columns: list[bool]) -> torch.Tensor:
-    """Sum over counted rows of -sum_v p_v (z_v - log sum_w exp z_w), token by token."""
-    total = torch.zeros((), dtype=logits.dtype)
-    for z, p, counts in zip(logits, teacher, counted_columns, strict=True):
-        if counts:
-            normaliser = torch.log(sum((torch.exp(value) for value in z), torch.zeros((), dtype=z.dtype)))
-            total = total - sum((p_v * (z_v - normaliser) for z_v, p_v in zip(z, p, strict=True)), torch.zeros(()))
-    return total
-
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / torch.sqrt((x * x).mean() + eps) * weight
 
