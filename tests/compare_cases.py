@@ -1,6 +1,5 @@
 """A folder with drafters and recipes that tests of contenders share."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, save_token_counts
 from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import make_target, make_tokenizer
+from tests.replay_cases import write_lines
 
 PROMPTS = ["the cat", "the dog ran after the cat in the rain", "a mat", "rain", "the dog and the cat"]
 
@@ -49,8 +49,8 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = TargetFiles(TargetSection(model=str(target_dir))).tokenizer
     counts = torch.arange(320).flip(0) + 1
     save_token_counts(folder / "run/token_counts.safetensors", counts, tokenizer_fingerprint(tokenizer), [4])
-    turns = [{"id": f"q{i}", "turns": [text, "and the mat?"][: 1 + i % 2]} for i, text in enumerate(PROMPTS)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    turns = ({"id": f"q{i}", "turns": [text, "and the mat?"][: 1 + i % 2]} for i, text in enumerate(PROMPTS))
+    write_lines(folder / "prompts.jsonl", *turns)
     content: dict[str, Any] = {
         "output_dir": str(folder / "run"),
         "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},

@@ -47,14 +47,10 @@ def rope(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
 
 
 def draft_tree_ancestors(parents: list[int]) -> list[set[int]]:
-    """Ancestors of each node, itself included, by walking up."""
-    result = []
-    for node in range(len(parents)):
-        chain, above = set(), node
-        while above >= 0:
-            chain.add(above)
-            above = parents[above]
-        result.append(chain)
+    """Ancestors of each node, itself included: its parent's and itself."""
+    result: list[set[int]] = []
+    for node, parent in enumerate(parents):
+        result.append({node} | (result[parent] if parent >= 0 else set()))
     return result
 
 
@@ -216,11 +212,8 @@ Table = Callable[[Path], list[float]]
 
 def entropy_in_nats(log_probs: list[float], over: int) -> float:
     """-sum p log p over the `over` likeliest tokens."""
-    total = 0.0
-    for value in sorted(log_probs, reverse=True)[:over]:
-        if value > -math.inf:
-            total -= math.exp(value) * value
-    return total
+    likeliest = sorted(log_probs, reverse=True)[:over]
+    return -sum(math.exp(value) * value for value in likeliest if value > -math.inf)
 
 
 def by_likelihood(log_probs: list[float]) -> list[int]:
@@ -412,15 +405,9 @@ def c2t_confidence(weights: dict[str, torch.Tensor]) -> Callable[[float, float, 
 # Losses of one column, token by token from lists of probabilities; logits are a tensor, whose gradient is asked for.
 
 
-def _distribution(logits: torch.Tensor) -> list[torch.Tensor]:
-    exponentials = [torch.exp(z) for z in logits]
-    total = sum(exponentials, torch.zeros((), dtype=logits.dtype))
-    return [each / total for each in exponentials]
-
-
 def objective(name: str, logits: torch.Tensor, p: list[float]) -> torch.Tensor:
     """How far q = softmax(logits) is from p."""
-    q, zero = _distribution(logits), torch.zeros((), dtype=logits.dtype)
+    q, zero = torch.softmax(logits, -1), torch.zeros((), dtype=logits.dtype)
     tokens = range(len(p))
     acceptance = sum((torch.minimum(q[v], torch.as_tensor(p[v], dtype=logits.dtype)) for v in tokens), zero)
     forward = sum((p[v] * (math.log(p[v]) - torch.log(q[v])) for v in tokens if p[v] > 0), zero)

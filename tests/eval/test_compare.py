@@ -149,9 +149,6 @@ def test_contenders_are_called_what_drafts_and_their_tree(place: Path) -> None:
     }
     found = named([*(contender(**tree) for tree in trees.values()), contender("a static one", policy="static")])
     assert [c.name.removeprefix("eagle3, ") for c in found] == [*trees, "a static one"]
-    for two in ([contender(), contender(draft_calls=6)], [contender("x"), contender("x")]):
-        with pytest.raises(UserError, match=r"^here, here: all are called '.*'; give each its own name"):
-            named(two)
     with pytest.raises(UserError, match=f"^plain decoding, here: all are called '{PLAIN}'"):
         named([contender(PLAIN)])
 

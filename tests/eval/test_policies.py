@@ -227,7 +227,6 @@ def test_the_drafter_counts_its_passes_and_the_policy_its_levels() -> None:
 DRAWN = Sampling(0.7)  # of the answers; chains are drawn only where the recipe says so
 TREES: list[tuple[dict[str, Any], TreePolicy]] = [
     ({}, Eagle2(60, 8, 10)),
-    ({"nodes": 20, "draft_calls": 4, "top_k": 5}, Eagle2(20, 4, 5)),
     ({"policy": "chain", "nodes": 4}, Chain(3)),
     ({"policy": "chain", "draw": "sampled"}, Chain(5, None, DRAWN)),
     ({"policy": "svip", "svip": {"c": 0.2, "h": 0.4}}, Chain(40, Svip(0.2, 0.4))),

@@ -427,6 +427,9 @@ def test_the_script_replays_regenerated_conversations(
     assert numbers["answers"] == 4 and numbers["prompts"] == 2 and list(numbers["benchmarks"]) == ["mine"]
     plain = numbers["contenders"]["plain decoding"]
     assert (plain["tau"], plain["rounds"]) == (1, 4 * 11)
+    timed = ("tokens_per_second", "speedup", "mean_prompt_speedup", "speed_ratio", "fastest_ratio", "overhead_share")
+    never = ("matches_target", "predicted_speedup", "draft_milliseconds_per_call", "verify_milliseconds_per_round")
+    assert {plain[name] for name in (*timed, *never)} == {None}
     assert "the 2 conversations that training keeps" in numbers["recorded_answers"]["note"]
     capsys.readouterr()
     for more, noted in (("train.validation_conversations=0", True), (f"data.conversations={place / 'others'}", False)):

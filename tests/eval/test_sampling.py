@@ -7,7 +7,7 @@ defect named here moves a law by more than 0.01. So are the laws of chains and s
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import pytest
@@ -374,34 +374,17 @@ def test_answers_drafted_by_every_kind_have_the_target_s_law(proposer: str, kind
 # Chains and static trees that are drawn from the drafter's distribution.
 
 
-class Given:
-    """Draws the tokens it is told to."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self.tokens, self.weight = list(tokens), 1.0
-
-    def events(self, chances_N: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("a draft needs none")
-
-    def token(self, weights_V: torch.Tensor) -> torch.Tensor:
-        token = self.tokens.pop(0)
-        self.weight *= float(weights_V[token] / weights_V.sum())
-        return torch.tensor(token)
-
-
 @pytest.mark.parametrize("stop", [None, Svip(0.15, 0.4)], ids=["chain", "svip"])
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.9, top_p=0.95)])
 def test_a_drawn_chain_has_the_drafter_s_law(sampling: Sampling, stop: Svip | None) -> None:
-    """All chains of three tokens, each given as the outcome of the draws: their weights are the product of q."""
+    """All chains of three tokens: their weights are the product of q."""
     table = Table(19, vocab_size=5)
-    law: dict[Nodes, float] = defaultdict(float)
-    for outcome in itertools.product(range(5), repeat=3):
-        draws = Given(outcome)
+
+    def drawn(draws: EnumeratedDraws) -> Nodes:
         tree, _ = Chain(3, stop, sampling).grow(Scripted([table]), roots(1), [draws])
-        if draws.weight > 0:
-            path = paths_of(tree, 0)[-1]
-            assert path == outcome[: 3 - len(draws.tokens)]
-            law[path] = draws.weight
+        return paths_of(tree, 0)[-1]
+
+    law = enumerate_law(drawn)
     expected: dict[Nodes, float] = {}
     open_paths: dict[Nodes, float] = {(): 1.0}
     while open_paths:
@@ -426,25 +409,22 @@ SIBLINGS = ((0,), (1,), (1, 0), (1, 1), (0, 0))
 @pytest.mark.parametrize("sampling", [Sampling(0.9), Sampling(1.3, top_k=2)])
 def test_siblings_are_drawn_without_replacement(sampling: Sampling) -> None:
     table, policy = Table(19, vocab_size=4), StaticTree(SIBLINGS, sampling)
-    total = 0.0
-    for a, b, below_a, c, d in itertools.product(range(4), repeat=5):
-        draws = Given([a, b, below_a, c, d])
-        if len({a, b}) < 2 or len({c, d}) < 2:  # drawn already
-            continue
+
+    def below(*path: int) -> list[float]:
+        return reference.processed(table(path), sampling.temperature, sampling.top_p, sampling.top_k)
+
+    def drawn(draws: EnumeratedDraws) -> tuple[Nodes, ...]:
         tree, calls = policy.grow(Scripted([table]), roots(1), [draws])
-        assert calls == [2]
-        assert paths_of(tree, 0)[1:] == [(a,), (b,), (a, below_a), (b, c), (b, d)]
-
-        def law(*path: int) -> list[float]:
-            return reference.processed(table(path), sampling.temperature, sampling.top_p, sampling.top_k)
-
-        expected = law(a)[below_a]
-        for q, first, second in ((law(), a, b), (law(b), c, d)):
-            expected *= q[first] * q[second] / (1 - q[first])
-        assert draws.weight == pytest.approx(expected, rel=1e-4, abs=1e-9)
-        total += draws.weight
-        assert tree.drawn_from is not None
-        for node, path in enumerate([(), (a,), (b,)]):
-            torch.testing.assert_close(tree.drawn_from[0, node, 1:8:2], torch.tensor(law(*path)))
+        paths = paths_of(tree, 0)
+        assert calls == [2] and tree.drawn_from is not None
+        for node, path in enumerate(paths[:3]):
+            torch.testing.assert_close(tree.drawn_from[0, node, 1:8:2], torch.tensor(below(*path)))
         assert not tree.drawn_from[0, 3:].any()
-    assert total == pytest.approx(1)
+        return tuple(paths[1:])
+
+    for ((a,), (b,), (first, below_a), (second, c), (third, d)), weight in enumerate_law(drawn).items():
+        assert (first, second, third) == (a, b, b)
+        expected = below(a)[below_a]
+        for q, one, other in ((below(), a, b), (below(b), c, d)):
+            expected *= q[one] * q[other] / (1 - q[one])
+        assert weight == pytest.approx(expected, rel=1e-4, abs=1e-9)
