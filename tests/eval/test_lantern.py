@@ -31,23 +31,7 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.sections.target import TargetSection
 from tests import reference
 from tests.compare_cases import save_untrained
-from tests.eval.test_sampling import (
-    PROPOSERS,
-    SAMPLINGS,
-    STOP,
-    VOCAB,
-    EnumeratedDraws,
-    Law,
-    all_drawn,
-    answers_of,
-    assert_same_law,
-    enumerate_law,
-    one_tree,
-    path_of,
-    random_tree,
-    small_pair,
-    uneven_tree,
-)
+from tests.eval import test_sampling as laws
 from tests.image_cases import CODES, VOCABULARY, make_image_target
 from tests.replay_cases import write_lines
 from tests.report_cases import Page
@@ -57,7 +41,7 @@ from tests.training_runs import run_main
 # Of each token; one stands for itself alone.
 NEAR = [[1, 2, 4], [4, 2, 0], [1, 4, 0], [], [2, 1, 0]]
 TABLE = torch.tensor([row + [-1] * (3 - len(row)) for row in NEAR])
-SHAPES = {"random": lambda chance: random_tree(chance, 6, VOCAB), "uneven": uneven_tree}
+SHAPES = {"random": lambda chance: laws.random_tree(chance, 6, laws.VOCAB), "uneven": laws.uneven_tree}
 BUDGETS = {"delta 0.3": ("delta", 0.3), "delta 0.05": ("delta", 0.05), "lambda 2": ("lambda", 2.0)}
 
 
@@ -66,18 +50,18 @@ def relaxed(budget: tuple[str, float], k: int = 3) -> Relaxation:
     return Relaxation(TABLE[:, :k], **({"delta": value} if kind == "delta" else {"factor": value}))
 
 
-def law_of(rule: Acceptance, tree: DraftTree, logits: torch.Tensor) -> tuple[Law, dict[int, float]]:
+def law_of(rule: Acceptance, tree: DraftTree, logits: torch.Tensor) -> tuple[laws.Law, dict[int, float]]:
     """(the law of (path, bonus), what was moved at each node)."""
     moved: dict[int, float] = {}
 
-    def round_of(draws: EnumeratedDraws) -> Hashable:
+    def round_of(draws: laws.EnumeratedDraws) -> Hashable:
         accepted = rule.accept(tree, logits[None], [draws])
-        path = path_of(accepted)
+        path = laws.path_of(accepted)
         assert accepted.moved is not None
         moved.update(zip(path, accepted.moved[0].tolist(), strict=False))
         return path, int(accepted.bonus)
 
-    return enumerate_law(round_of), moved
+    return laws.enumerate_law(round_of), moved
 
 
 @pytest.mark.parametrize(
@@ -85,14 +69,14 @@ def law_of(rule: Acceptance, tree: DraftTree, logits: torch.Tensor) -> tuple[Law
     thinned(SHAPES, range(3), ["T=1", "T=0.5, top-k, top-p"], BUDGETS, together=2),
 )
 def test_a_ranked_tree_equals_the_slow_walk(shape: str, seed: int, drawn_as: str, bound: str) -> None:
-    sampling, budget = SAMPLINGS[drawn_as], BUDGETS[bound]
+    sampling, budget = laws.SAMPLINGS[drawn_as], BUDGETS[bound]
     chance = torch.Generator().manual_seed(seed)
     tree = SHAPES[shape](chance)
-    logits = torch.randn(tree.nodes, VOCAB, generator=chance) * 2
+    logits = torch.randn(tree.nodes, laws.VOCAB, generator=chance) * 2
     p = [reference.processed(row.tolist(), sampling.temperature, sampling.top_p, sampling.top_k) for row in logits]
     expected, variation = reference.lantern_walk(tree.tokens[0].tolist(), tree.parents[0].tolist(), p, NEAR, budget)
     law, moved = law_of(LanternAcceptance(sampling, relaxed(budget)), tree, logits)
-    assert_same_law(law, expected)
+    laws.assert_same_law(law, expected)
     assert moved == pytest.approx({node: variation[node] for node in moved}, abs=1e-6)
     if budget[0] == "delta":
         assert max(moved.values()) <= budget[1] + 1e-9
@@ -100,10 +84,10 @@ def test_a_ranked_tree_equals_the_slow_walk(shape: str, seed: int, drawn_as: str
 
 def test_siblings_share_one_budget() -> None:
     """Each has a neighbour of its own with a tenth of the mass; the budget is enough for two of them."""
-    near, p, tree = [[3], [4], [5], [], [], [], []], [0.2] * 3 + [0.1] * 4, one_tree([6, 0, 1, 2], [-1, 0, 0, 0])
+    near, p, tree = [[3], [4], [5], [], [], [], []], [0.2] * 3 + [0.1] * 4, laws.one_tree([6, 0, 1, 2], [-1, 0, 0, 0])
     relaxation = Relaxation(torch.tensor([each or [-1] for each in near]), delta=0.25)
     law, moved = law_of(LanternAcceptance(Sampling(1.0), relaxation), tree, torch.tensor([p] * 4).log())
-    assert_same_law(law, reference.lantern_walk([6, 0, 1, 2], [-1, 0, 0, 0], [p] * 4, near, ("delta", 0.25))[0])
+    laws.assert_same_law(law, reference.lantern_walk([6, 0, 1, 2], [-1, 0, 0, 0], [p] * 4, near, ("delta", 0.25))[0])
     assert moved[0] == pytest.approx(0.2, abs=1e-6)
 
 
@@ -114,15 +98,15 @@ def test_drawn_children_equal_the_slow_walk_and_stay_within_their_bound(
 ) -> None:
     monkeypatch.setattr(lantern, "FIRST", 1)  # neighbours one by one
     chance, parents = torch.Generator().manual_seed(1), [-1, *[0] * siblings]
-    logits = torch.randn(siblings + 1, VOCAB, generator=chance) * 2
-    q = torch.zeros(siblings + 1, VOCAB)
+    logits = torch.randn(siblings + 1, laws.VOCAB, generator=chance) * 2
+    q = torch.zeros(siblings + 1, laws.VOCAB)
     q[0] = torch.tensor([0.05, 0.4, 0.35, 0.1, 0.1])
     p = logits[0].softmax(-1).tolist()
-    first: Law = defaultdict(float)
+    first: laws.Law = defaultdict(float)
     mean = 0.0
-    for nodes, weight in all_drawn(parents, q.tolist()):
+    for nodes, weight in laws.all_drawn(parents, q.tolist()):
         chances, rest, expected = reference.lantern_drawn(p, q[0].tolist(), NEAR, budget, nodes[1:])
-        law, moved = law_of(LanternAcceptance(Sampling(1.0), relaxed(budget)), one_tree(nodes, parents, q), logits)
+        law, moved = law_of(LanternAcceptance(Sampling(1.0), relaxed(budget)), laws.one_tree(nodes, parents, q), logits)
         assert moved[0] == pytest.approx(expected, abs=1e-6)
         mean += weight * expected
         reached = 1.0
@@ -134,36 +118,36 @@ def test_drawn_children_equal_the_slow_walk_and_stay_within_their_bound(
             first[nodes[path[1]] if len(path) == 2 else bonus] += weight * w
             if len(path) == 1:
                 assert w == pytest.approx(reached * rest[bonus], abs=1e-6)
-    found = sum(abs(first[token] - p[token]) for token in range(VOCAB)) / 2
+    found = sum(abs(first[token] - p[token]) for token in range(laws.VOCAB)) / 2
     assert 0.02 < found <= mean + 1e-6
     if siblings == 1:
         assert found == pytest.approx(mean, abs=1e-6)
     if budget[0] == "delta":
         assert mean <= budget[1] + 1e-6
     else:
-        assert all(first[token] <= budget[1] * p[token] + 1e-6 for token in range(VOCAB))
+        assert all(first[token] <= budget[1] * p[token] + 1e-6 for token in range(laws.VOCAB))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("proposer", a_few(["chain", "drawn chain", "drawn siblings", "tree"], "drawn siblings"))
 def test_the_law_of_first_tokens_stays_within_delta(proposer: str) -> None:
     """The first token is the prefill's. The two behind it may each move by delta."""
-    delta, sampling, length = 0.1, SAMPLINGS["T=1"], 2 if proposer.startswith("drawn") else 3  # of many outcomes
-    target, drafter = small_pair(None)
+    delta, sampling, length = 0.1, laws.SAMPLINGS["T=1"], 2 if proposer.startswith("drawn") else 3  # of many outcomes
+    target, drafter = laws.small_pair(None)
     prompt = [0, 2, 1, 2, 1]
 
-    def answer(draws: EnumeratedDraws) -> Hashable:
-        drafting = PROPOSERS[proposer](drafter, sampling)
+    def answer(draws: laws.EnumeratedDraws) -> Hashable:
+        drafting = laws.PROPOSERS[proposer](drafter, sampling)
         rule = LanternAcceptance(sampling, relaxed(("delta", delta)))
-        [done] = decode(TargetVerifier(target, drafting, rule), drafting, [prompt], {STOP}, length, [draws])
+        [done] = decode(TargetVerifier(target, drafting, rule), drafting, [prompt], {laws.STOP}, length, [draws])
         moved.append(draws.weight * sum(done.moved))
         return tuple(done.token_ids)
 
     moved: list[float] = []
-    law, exact = enumerate_law(answer), answers_of(target, prompt, length, sampling)
+    law, exact = laws.enumerate_law(answer), laws.answers_of(target, prompt, length, sampling)
 
     def variation(first: int) -> float:
-        between: Law = defaultdict(float)
+        between: laws.Law = defaultdict(float)
         for tokens, weight in itertools.chain(law.items(), ((tokens, -w) for tokens, w in exact.items())):
             between[tokens[:first]] += weight  # type: ignore[index]
         return sum(map(abs, between.values())) / 2
@@ -177,7 +161,7 @@ def test_the_law_of_first_tokens_stays_within_delta(proposer: str) -> None:
 def test_greedy_takes_a_near_token_that_with_its_neighbours_reaches_the_likeliest() -> None:
     """Token 2 has 0.30 and, with 1 and 4, 0.50: as much as the likeliest, 3, has. Without 4 it falls short."""
     p = torch.tensor([[0.0, 0.15, 0.30, 0.48, 0.07], [0.9, 0.025, 0.025, 0.025, 0.025]])
-    tree = one_tree([0, 2], [-1, 0])
+    tree = laws.one_tree([0, 2], [-1, 0])
     for k, budget, length in ((3, 0.3, 2), (1, 0.3, 1), (3, 0.2, 1)):
         rule = LanternAcceptance(GREEDY, relaxed(("delta", budget), k))
         accepted = rule.accept(tree, p.clamp(min=1e-30).log()[None])
