@@ -56,6 +56,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 VOCABULARIES = ("full", "draft", "cut of full", "cut of draft")
 ROWS = (1, 3)
 TRIED = ("chain", "eagle2")  # with every proposer
+blurred = cache(blurred_copy)
 
 
 class BrokenNow(FeatureDrafting):
@@ -132,12 +133,12 @@ def proposer_of(family: str, kind: str, policy: str, vocabulary: str = "full") -
     if kind == "sam":
         return sam_alone(misleading(expected_of(family), target.vocab_size), width=1 if policy == "chain" else 3)
     if kind.startswith("causal_lm"):
-        drafting: Drafting = CausalLMDrafting(blurred_copy(family, **FAMILIES[family]), smaller)
+        drafting: Drafting = CausalLMDrafting(blurred(family, **FAMILIES[family]), smaller)
     else:
         drafting = (BrokenNow if "NaN" in kind else FeatureDrafting)(drafter, smaller)
     proposer = PolicyProposer(drafting, policy_called(policy))
     if kind == "hierarchy":
-        return HierarchicalProposer(blurred_copy(family, **FAMILIES[family]), proposer, 4)
+        return HierarchicalProposer(blurred(family, **FAMILIES[family]), proposer, 4)
     if kind not in BESIDE_SAM:
         return proposer
     return beside(proposer, misleading(expected_of(family), target.vocab_size), 2, "fused" in kind)
