@@ -1,6 +1,5 @@
 """A folder with drafters and recipes that tests of contenders share."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,23 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, save_token_counts
 from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import make_target, make_tokenizer
+from tests.replay_cases import write_lines
 
 PROMPTS = ["the cat", "the dog ran after the cat in the rain", "a mat", "rain", "the dog and the cat"]
 
 
-def save_untrained(directory: Path, target_dir: Path, layers: tuple[int, ...] | None = None, seed: int = 0) -> Path:
-    """A drafter as training would save it, of 60 tokens; `layers` it reads."""
+def save_untrained(
+    directory: Path,
+    target_dir: Path,
+    layers: tuple[int, ...] | None = None,
+    seed: int = 0,
+    draftable: range = range(3, 63),
+) -> Path:
+    """A drafter as training would save it, of these tokens; `layers` it reads."""
     section = TargetSection(model=str(target_dir))
     target = Target(TargetFiles(section).load_model("cpu"), layers)
     identity = TargetFiles(section).identity_of(target)
-    vocab = DraftVocab(torch.arange(3, 63), target.vocab_size)
+    vocab = DraftVocab(torch.tensor(draftable), target.vocab_size)
     torch.manual_seed(seed)
     config = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
     save_drafter(directory, Eagle3Drafter(config, vocab), identity, "", {})
@@ -43,8 +49,8 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = TargetFiles(TargetSection(model=str(target_dir))).tokenizer
     counts = torch.arange(320).flip(0) + 1
     save_token_counts(folder / "run/token_counts.safetensors", counts, tokenizer_fingerprint(tokenizer), [4])
-    turns = [{"id": f"q{i}", "turns": [text, "and the mat?"][: 1 + i % 2]} for i, text in enumerate(PROMPTS)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    turns = ({"id": f"q{i}", "turns": [text, "and the mat?"][: 1 + i % 2]} for i, text in enumerate(PROMPTS))
+    write_lines(folder / "prompts.jsonl", *turns)
     content: dict[str, Any] = {
         "output_dir": str(folder / "run"),
         "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
@@ -58,7 +64,3 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = content | {"output_dir": str(folder / "other"), "eval": {"tree": {"policy": "chain", "nodes": 4}}}
     (folder / "other.yaml").write_text(yaml.safe_dump(other))
     return folder
-
-
-def also(**section: Any) -> str:
-    return f"eval.also=[{json.dumps({'name': 'x'} | section)}]"

@@ -8,7 +8,7 @@ import torch
 from draftsmith.data_gen.answers.generators import Asked, GeneratedAnswer, GenerationSettings, Writer
 from draftsmith.eval.decoding import decode as loop
 from draftsmith.eval.decoding.accept import acceptance_of
-from draftsmith.eval.decoding.decode import Generation, Request, TargetVerifier, decode_stream
+from draftsmith.eval.decoding.decode import Generation, TargetVerifier
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import GREEDY, Draws, Sampling
 from draftsmith.models.target import Target
@@ -39,17 +39,6 @@ def decode_batch(
     verifier = TargetVerifier(target, proposer, acceptance_of(sampling))
     with torch.inference_mode():
         return loop.decode(verifier, proposer, prompts, stop_ids, max_new_tokens, draws)
-
-
-def decode_queue(
-    target: Target,
-    proposer: Proposer | None,
-    requests: Iterator[Request | None],
-    stop_ids: Collection[int],
-    rows: int,
-    sampling: Sampling = GREEDY,
-) -> Iterator[tuple[Any, Generation]]:
-    return decode_stream(TargetVerifier(target, proposer, acceptance_of(sampling)), proposer, requests, stop_ids, rows)
 
 
 def write_answers(

@@ -31,16 +31,6 @@ def laid_out(documents: list[tuple[list[int], list[int]]], width: int) -> list[l
     return [row + [0] * (width - len(row)) for row in (ids, spans, positions)]
 
 
-def soft_cross_entropy(logits: torch.Tensor, teacher: torch.Tensor, counted_columns: list[bool]) -> torch.Tensor:
-    """Sum over counted rows of -sum_v p_v (z_v - log sum_w exp z_w), token by token."""
-    total = torch.zeros((), dtype=logits.dtype)
-    for z, p, counts in zip(logits, teacher, counted_columns, strict=True):
-        if counts:
-            normaliser = torch.log(sum((torch.exp(value) for value in z), torch.zeros((), dtype=z.dtype)))
-            total = total - sum((p_v * (z_v - normaliser) for z_v, p_v in zip(z, p, strict=True)), torch.zeros(()))
-    return total
-
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / torch.sqrt((x * x).mean() + eps) * weight
 
@@ -57,14 +47,10 @@ def rope(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
 
 
 def draft_tree_ancestors(parents: list[int]) -> list[set[int]]:
-    """Ancestors of each node, itself included, by walking up."""
-    result = []
-    for node in range(len(parents)):
-        chain, above = set(), node
-        while above >= 0:
-            chain.add(above)
-            above = parents[above]
-        result.append(chain)
+    """Ancestors of each node, itself included: its parent's and itself."""
+    result: list[set[int]] = []
+    for node, parent in enumerate(parents):
+        result.append({node} | (result[parent] if parent >= 0 else set()))
     return result
 
 
@@ -226,11 +212,8 @@ Table = Callable[[Path], list[float]]
 
 def entropy_in_nats(log_probs: list[float], over: int) -> float:
     """-sum p log p over the `over` likeliest tokens."""
-    total = 0.0
-    for value in sorted(log_probs, reverse=True)[:over]:
-        if value > -math.inf:
-            total -= math.exp(value) * value
-    return total
+    likeliest = sorted(log_probs, reverse=True)[:over]
+    return -sum(math.exp(value) * value for value in likeliest if value > -math.inf)
 
 
 def by_likelihood(log_probs: list[float]) -> list[int]:
@@ -422,15 +405,9 @@ def c2t_confidence(weights: dict[str, torch.Tensor]) -> Callable[[float, float, 
 # Losses of one column, token by token from lists of probabilities; logits are a tensor, whose gradient is asked for.
 
 
-def _distribution(logits: torch.Tensor) -> list[torch.Tensor]:
-    exponentials = [torch.exp(z) for z in logits]
-    total = sum(exponentials, torch.zeros((), dtype=logits.dtype))
-    return [each / total for each in exponentials]
-
-
 def objective(name: str, logits: torch.Tensor, p: list[float]) -> torch.Tensor:
     """How far q = softmax(logits) is from p."""
-    q, zero = _distribution(logits), torch.zeros((), dtype=logits.dtype)
+    q, zero = torch.softmax(logits, -1), torch.zeros((), dtype=logits.dtype)
     tokens = range(len(p))
     acceptance = sum((torch.minimum(q[v], torch.as_tensor(p[v], dtype=logits.dtype)) for v in tokens), zero)
     forward = sum((p[v] * (math.log(p[v]) - torch.log(q[v])) for v in tokens if p[v] > 0), zero)

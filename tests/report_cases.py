@@ -1,17 +1,12 @@
 """An evaluation's files with made-up answers, and the page read back."""
 
-import base64
 import json
 import random
-import re
 from collections.abc import Iterable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from draftsmith.eval import report
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measurement.generation_log import record_of
 from draftsmith.eval.measurement.metrics import summarise_all
@@ -91,12 +86,6 @@ def page_of(recipe: Recipe) -> str:
     return report_files.write_report(recipe).read_bytes().decode("utf-8")
 
 
-def figures_of(page: "Page") -> list[str]:
-    """The page's figures as SVG."""
-    head = "data:image/svg+xml;base64,"
-    return [base64.b64decode(s.removeprefix(head)).decode() for s in page.sources if s.startswith(head)]
-
-
 class Page(HTMLParser):
     """Collects a page's text, tags and pictures, and the text of each answer; complains of elements left open."""
 
@@ -128,18 +117,3 @@ class Page(HTMLParser):
         self.text += data
         if any(cls == "answer" for _, cls in self.open):
             self.answers[-1] += data
-
-
-def rounds_of(html: str) -> list[list[tuple[str, int, int]]]:
-    """(title, drafted tokens, tokens of the target's own) of every round of each answer on the page."""
-    rounds = re.compile(r'<span class="r t\d" title="([^"]*)">(.*?)</span>', re.S)
-    answers = html.split('<p class="answer"')[1:]
-    return [[(title, r.count("<i"), r.count("<b>")) for title, r in rounds.findall(answer)] for answer in answers]
-
-
-def script_lines(recipe: Recipe, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["report.py", str(Path(recipe.output_dir).parent / "recipe.yaml"), *options])
-        patch.setenv("COLUMNS", "80")
-        report.main()
-    return capsys.readouterr().out.splitlines()

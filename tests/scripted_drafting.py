@@ -1,8 +1,7 @@
 """A drafter whose log-probabilities are scripted, path by path, and checks of the trees that grow on it."""
 
-import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,11 +118,6 @@ def linear_classifier(p: float, h: float, d: float, bias: float) -> C2tClassifie
     classifier.output.weight[0, :4] = torch.tensor([p, h, d, 1.0])
     classifier.output.bias[0] = bias
     return classifier
-
-
-def linear_confidence(p: float, h: float, d: float, bias: float) -> Callable[[float, float, int], float]:
-    """The same, written out."""
-    return lambda P, H, depth: 1 / (1 + math.exp(-(p * P + h * H + d * depth + bias + max(0.0, P - 0.3))))
 
 
 def unasked_target(positions: int) -> Any:

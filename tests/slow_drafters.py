@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.reference import counted, objective, rank_likelihood, rms_norm, rope, soft_cross_entropy
+from tests.reference import counted, objective, rank_likelihood, rms_norm, rope
 
 
 def top_k_cross_entropy(logits: torch.Tensor, teacher: torch.Tensor, k: int) -> torch.Tensor:
@@ -256,10 +256,7 @@ def slow_loss(
                 trained[k] += 1
                 correct[k] += int(chosen[int(q.argmax())] == int(z.argmax()))
                 p = torch.softmax(z[chosen], -1)
-                if weights.objective == "soft_ce":
-                    one = weights.token * soft_cross_entropy(q[None], p[None], [True])
-                else:
-                    one = weights.token * objective(weights.objective, q, p.tolist())
+                one = weights.token * objective(weights.objective, q, p.tolist())
                 if weights.rank:
                     one = one + weights.rank * rank_likelihood(q, p.tolist(), weights.rank_tokens)
                 one = one + weights.top_k * top_k_cross_entropy(q, p, weights.top_k_tokens)

@@ -59,7 +59,7 @@ class Acceptance(Protocol):
         ...
 
     def first(self, logits_BV: torch.Tensor, draws: Sequence[Draws] | None) -> torch.Tensor:
-        """[B] the first token of each answer, behind its prompt. Raises ValueError if it needs draws and has none."""
+        """[B] the first token of each answer, behind its prompt."""
         ...
 
     def accept(self, tree: DraftTree, logits_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
@@ -95,9 +95,7 @@ class SampledAcceptance:
     lossless = True
 
     def first(self, logits_BV: torch.Tensor, draws: Sequence[Draws] | None) -> torch.Tensor:
-        if draws is None:
-            raise ValueError("sampling needs draws: models.sampling.SeededDraws(seed, key)")
-        return drawn_tokens(self.sampling.probabilities(logits_BV), draws)
+        return drawn_tokens(self.sampling.probabilities(logits_BV), draws or ())
 
     def accept(self, tree: DraftTree, logits_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
         p_BNV = self.sampling.probabilities(logits_BNV)

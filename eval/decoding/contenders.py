@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
-from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation
-from draftsmith.eval.decoding.neighbours import check_neighbours, neighbours_of
+from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation, check_neighbours, neighbours_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.proposers import (
     MIN_DRAFT_LENGTH,
@@ -54,7 +53,7 @@ def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Conte
         _kind_of(recipe, drafter),
         drafter if section.drafts_by_drafter else None,
         section.draft_model,
-        recipe.token_counts_path if section.tree.vocab_size is not None else None,
+        recipe.token_counts_path,
         sam=section.sam or SamSection(),
         router=section.router,
         min_draft_length=section.min_draft_length or MIN_DRAFT_LENGTH,

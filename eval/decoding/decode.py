@@ -407,8 +407,6 @@ def _admit(
     proposer never sees the latter."""
     for request in new:
         prompt_tokens, budget = len(request.prompt), request.max_new_tokens
-        if not prompt_tokens or budget < 1:
-            raise ValueError("decoding needs prompts of one token or more, and max_new_tokens of 1 or more")
         if prompt_tokens + budget > verifier.positions:
             raise ValueError(
                 f"{prompt_tokens} prompt tokens and {budget} new ones exceed the target's {verifier.positions} "
@@ -431,12 +429,8 @@ def _admit(
 
 
 def _draws_of(requests: Sequence[Request]) -> list[Draws] | None:
-    draws = [request.draws for request in requests if request.draws is not None]
-    if draws and len(draws) < len(requests):
-        raise ValueError(
-            f"{len(draws)} of {len(requests)} requests have draws: either every request has draws or none does"
-        )
-    return draws or None
+    """Either every request has draws or none does."""
+    return [request.draws for request in requests if request.draws is not None] or None
 
 
 def _charge(clock: "Clock", rounds: list[tuple[list[_Row], list["Mark"]]]) -> None:

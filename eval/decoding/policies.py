@@ -51,7 +51,7 @@ class Chain:
     sampling: Sampling = GREEDY
 
     def grow(self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None) -> Grown:
-        draws = _checked(draws, self.sampling)
+        draws = draws or ()
         rows, device, vocab = len(roots_B), roots_B.device, drafting.vocab
         slots_BN = torch.arange(self.draft_tokens, device=device).expand(rows, -1)  # depth d is fed below slot d - 1
         tokens, drawn_from = [roots_B[:, None]], []
@@ -88,12 +88,6 @@ class Chain:
 
 
 RARE = 1e-30  # probability of tokens that the drafter would never draw, where it has fewer than are to be drawn
-
-
-def _checked(draws: Sequence[Draws] | None, sampling: Sampling) -> Sequence[Draws]:
-    if draws is None and not sampling.greedy:
-        raise ValueError("drawn tokens need draws: models.sampling.SeededDraws(seed, key)")
-    return draws or ()
 
 
 def _draft_law(sampling: Sampling, log_probs: torch.Tensor) -> torch.Tensor:
@@ -137,7 +131,7 @@ class StaticTree:
     sampling: Sampling = GREEDY
 
     def grow(self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None) -> Grown:
-        draws = _checked(draws, self.sampling)
+        draws = draws or ()
         rows, vocab = len(roots_B), drafting.vocab
         log_probs = drafting.root_log_probs()[:, None]  # [B, b, Vd]
         levels, parents, inner = _static_levels(self.paths, log_probs.shape[-1], log_probs.device)

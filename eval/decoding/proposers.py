@@ -42,7 +42,7 @@ class Contender:
     kind: str = ""  # of the drafter, for its name
     drafter: Path | None = None  # directory
     draft_model: TargetSection | None = None  # of causal_lm and hierarchy
-    token_counts: Path | None = None  # tree.vocab_size ranks tokens by these
+    token_counts: Path | None = None  # a tree's vocab_size ranks tokens by these
     relaxed: AcceptanceSection | None = None  # LANTERN in the place of the lossless rule
     sam: SamSection = field(default_factory=SamSection)
     router: RouterSection | None = None  # SAM beside the proposer

@@ -10,7 +10,7 @@ from typing import Any
 
 from draftsmith.eval.decoding.contenders import Contender, check_contenders, describe
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.decoding.neighbours import warning
+from draftsmith.eval.decoding.lantern import warning
 from draftsmith.eval.decoding.proposers import tree_name
 from draftsmith.eval.measurement.benchmarks import PLAIN, answer_line, decode_all, plain_of, recipe_questions
 from draftsmith.eval.measurement.compared import load_all
@@ -197,15 +197,14 @@ def with_chosen_trees(models: LoadedModels, recipe: Recipe, contenders: Sequence
             if tree is None:
                 tree = choose_tree(models, recipe, contender)
                 planned.append((alike, tree))
-            contender = _with_tree(recipe, contender, tree)
+            contender = _with_tree(contender, tree)
         result.append(contender)
     return result
 
 
-def _with_tree(recipe: Recipe, contender: Contender, tree: TreeSection) -> Contender:
+def _with_tree(contender: Contender, tree: TreeSection) -> Contender:
     """A contender with the tree that `auto` has become, in its name, too."""
-    counts = recipe.token_counts_path if tree.vocab_size is not None else None
-    return replace(contender, tree=tree, token_counts=counts, name=f"{contender.name}: {tree_name(tree)}")
+    return replace(contender, tree=tree, name=f"{contender.name}: {tree_name(tree)}")
 
 
 def with_trees_chosen_before(recipe: Recipe, contenders: Sequence[Contender]) -> list[Contender]:
@@ -229,7 +228,7 @@ def with_trees_chosen_before(recipe: Recipe, contenders: Sequence[Contender]) ->
             )
         else:
             auto = tree.policy == "auto"
-            result.append(_with_tree(recipe, contender, TreeSection(**chosen[name])) if auto else contender)
+            result.append(_with_tree(contender, TreeSection(**chosen[name])) if auto else contender)
     if not result:
         raise UserError(problems)
     for problem in problems:

@@ -158,9 +158,10 @@ def prepared(
             target's positions.
     """
     # First without the trees, so that the drafter's faults are named once.
-    check_contenders(recipe, files, [_with_tree(recipe, base, TreeSection(policy="auto"), base.place)], plan)
+    base = replace(base, name="", tree=TreeSection(policy="auto"), router=None)  # its own rounds are planned
+    check_contenders(recipe, files, [base], plan)
     contenders = [
-        replace(_with_tree(recipe, base, tree, f"eval.planner.candidates.{i}"), name=as_yaml(tree))
+        replace(base, name=as_yaml(tree), tree=tree, place=f"eval.planner.candidates.{i}")
         for i, tree in enumerate(trees)
     ]
     check_contenders(recipe, files, contenders, plan)
@@ -174,12 +175,6 @@ def prepared(
         if len(answers) > most:
             answers = [answers[i * len(answers) // most] for i in range(most)]
         return contenders, recording, with_their_pictures(answers, files.tokenizer)
-
-
-def _with_tree(recipe: Recipe, base: Contender, tree: TreeSection, place: str = "") -> Contender:
-    counts = recipe.token_counts_path if tree.vocab_size is not None else None
-    # Of a router the drafter's own rounds are planned.
-    return replace(base, name="", tree=tree, place=place, token_counts=counts, router=None)
 
 
 def mean_context(answers: Sequence[RecordedAnswer]) -> int:
@@ -255,7 +250,7 @@ def _costs(
     before = len(known)
     costs = measure_costs(
         models.target,
-        lambda tree: loaded_proposer(models, _with_tree(recipe, first, tree), sampling),
+        lambda tree: loaded_proposer(models, replace(first, tree=tree), sampling),
         [_as_grown(contender.tree, rounds[contender.name]) for contender in contenders],
         [[*answer.prompt, *answer.tokens] for answer in answers],
         context,

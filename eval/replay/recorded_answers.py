@@ -221,8 +221,6 @@ def _answers_of(
         answer = RecordedAnswer(*tokens, sampling, *whose, *turn, place, _named(record.get("pictures", [])))
         return record["contender"], [answer], {}
     generator, meta = record.get("generator", {}), record.get("meta") or {}
-    if not generator.get("lossless", True):
-        raise ValueError("written by an acceptance rule that is not lossless; replay needs the target's own answers")
     sampling = None
     if generator.get("temperature") is not None:
         sampling = Sampling(generator["temperature"], generator.get("top_p", 1.0), generator.get("top_k", 0))

@@ -176,19 +176,16 @@ class Agreement:
     def check(self) -> None:
         """Raises UserError if the answers read so far are not the target's own."""
         rounded = 0.05 if self.lenient else 0.001  # share of tokens that rounding may have changed
-        if self.other > max(1, rounded * self.greedy_tokens) or self.impossible > max(1, rounded * self.drawn_tokens):
-            raise self._refusal()
+        wrong = self.other > max(1, rounded * self.greedy_tokens)
+        wrong |= self.impossible > max(1, rounded * self.drawn_tokens)
         # Six standard deviations, and 20 nats because few tokens are not normally distributed. Rounding changes p a
         # little: 0.05 nats a token.
         most_excess = max(0.05 * self.drawn_tokens, 6 * self.variance**0.5 + 20)
-        if abs(self.excess) > most_excess:
-            raise self._refusal()
-
-    def _refusal(self) -> UserError:
-        return UserError(
-            f"eval.answers: recorded from another target, in another precision (target.dtype), or with other settings "
-            f"than recorded (temperature, top_p, top_k): {self}. Decode or regenerate with this target"
-        )
+        if wrong or abs(self.excess) > most_excess:
+            raise UserError(
+                f"eval.answers: recorded from another target, in another precision (target.dtype), or with other "
+                f"settings than recorded (temperature, top_p, top_k): {self}. Decode or regenerate with this target"
+            )
 
     def __str__(self) -> str:
         parts = []

@@ -1,31 +1,56 @@
-"""Contenders from recipes and overrides: names, checks, and the folder of a run."""
+"""Contenders from recipes and overrides: names, checks, the folder of a run; decoded side by side, with the same
+prompts for all; and with SAM."""
 
+import io
 import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import yaml
 
+from draftsmith.data_gen import build_sam
 from draftsmith.eval import acceptance
 from draftsmith.eval.decoding import contenders
-from draftsmith.eval.decoding.contenders import Contender, named
+from draftsmith.eval.decoding.contenders import (
+    Contender,
+    check_contenders,
+    contenders_of,
+    loaded_drafting,
+    loaded_proposer,
+    main_contender,
+    named,
+)
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.decoding.proposers import PROPOSERS, ProposerEntry
 from draftsmith.eval.measurement import benchmarks, evaluation
-from draftsmith.eval.measurement.benchmarks import PLAIN
+from draftsmith.eval.measurement.benchmarks import PLAIN, decode_all, load_questions
 from draftsmith.eval.measurement.compared import load_all, split_overrides
+from draftsmith.eval.measurement.generation_log import read_generations
+from draftsmith.eval.report_page.files import read_acceptance
 from draftsmith.models import loaded_models
+from draftsmith.models.chat import decode_answer, render_prompt
+from draftsmith.models.loaded_models import LoadedModels
+from draftsmith.models.suffix_automaton import StaticAutomaton
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import save_token_counts
+from draftsmith.recipes.command.progress import Bar
+from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.sections.eval import ContenderSection, TreeSection
+from draftsmith.recipes.prompts.prompt_reader import Rejects
+from draftsmith.recipes.sections.eval import ContenderSection, ProposerName, TreeSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests.compare_cases import place as place
 from tests.compare_cases import save_untrained
 from tests.conftest import make_target, make_tokenizer
+from tests.replay_cases import write_lines
+from tests.report_cases import Page
+from tests.thinning import a_few
 from tests.training_runs import run_main
 
 
@@ -70,7 +95,7 @@ def test_one_contender_for_each_argument(place: Path) -> None:
     ]
     # Single keys add to the recipe's, a section replaces it.
     assert found[2].tree.calls == 3 and found[3].tree.calls == 11
-    assert found[6].token_counts == place / "run/token_counts.safetensors" and found[0].token_counts is None
+    assert found[6].token_counts == place / "run/token_counts.safetensors"
     twice = "--compare 'eval.tree.nodes=8', --compare 'eval.tree.nodes=8': all are called 'eagle3, tree of 8'; give"
     (problem,) = problems_of(place / "recipe.yaml", "eval.tree.nodes=8", "eval.tree.nodes=8")
     assert problem.startswith(twice)
@@ -124,9 +149,6 @@ def test_contenders_are_called_what_drafts_and_their_tree(place: Path) -> None:
     }
     found = named([*(contender(**tree) for tree in trees.values()), contender("a static one", policy="static")])
     assert [c.name.removeprefix("eagle3, ") for c in found] == [*trees, "a static one"]
-    for two in ([contender(), contender(draft_calls=6)], [contender("x"), contender("x")]):
-        with pytest.raises(UserError, match=r"^here, here: all are called '.*'; give each its own name"):
-            named(two)
     with pytest.raises(UserError, match=f"^plain decoding, here: all are called '{PLAIN}'"):
         named([contender(PLAIN)])
 
@@ -203,13 +225,177 @@ def test_an_interrupted_run_leaves_the_older_one_whole(place: Path, tmp_path: Pa
             assert left["generations.jsonl"] != before["generations.jsonl"] and "acceptance.json" not in left
         else:
             assert left == before
+    run_main(acceptance, *arguments)
+    for mode, out in (("decode", tmp_path / "out"), ("replay", tmp_path / "out/replay")):
+        with alone_in(out), pytest.raises(UserError, match="another run is writing there"):
+            run_main(acceptance, *arguments, f"eval.mode={mode}")
 
 
-@pytest.mark.parametrize("mode", ["decode", pytest.param("replay", marks=pytest.mark.slow)])
-def test_two_evaluations_do_not_write_to_one_folder(place: Path, tmp_path: Path, mode: str) -> None:
-    arguments = [str(place / "recipe.yaml"), f"eval.out={tmp_path}", "eval.max_prompts=1"]
-    if mode == "replay":
-        run_main(acceptance, *arguments)
-    out = tmp_path if mode == "decode" else tmp_path / "replay"
-    with alone_in(out), pytest.raises(UserError, match="another run is writing there"):
-        run_main(acceptance, *arguments, f"eval.mode={mode}")
+def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = {"policy": "chain", "nodes": 4}
+    lm = {"proposer": "causal_lm", "draft_model": {"model": str(place / "small")}, "tree": chain}
+    others = [
+        {"name": "lookup", "proposer": "prompt_lookup", "tree": chain},
+        {"name": "lm"} | lm,
+        {"name": "lm cut"} | lm | {"tree": chain | {"vocab_size": 50}},
+    ]
+    recipe, found = load_all(
+        str(place / "recipe.yaml"),
+        ["eval.also=" + json.dumps(others)],
+        ["cut: eval.tree.vocab_size=16", f"b: eval.drafter={place / 'other/drafter'}"],
+    )
+    check_contenders(recipe, TargetFiles.read(recipe.target), found)
+    loads: list[str] = []
+    for owner, name in ((TargetFiles, "load"), (loaded_models, "load_drafter"), (loaded_models, "load_draft_model")):
+        load = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *g, n=name, f=load, **m: (loads.append(n), f(*g, **m))[1])
+    lineup = LoadedModels(TargetFiles(recipe.target))
+    layers = {c.name: tuple(loaded_proposer(lineup, c).capture_layers) for c in found}
+    assert loads == ["load", "load_drafter", "load_draft_model", "load", "load_drafter"]
+    main = found[0].name
+    assert layers == {main: (2, 3, 4), "lookup": (), "lm": (), "lm cut": (), "cut": (2, 3, 4), "b": (1, 5)}
+    vocabularies = {c.name: loaded_drafting(lineup, c).vocab for c in found if c.proposer != "prompt_lookup"}
+    assert [vocabularies[name].size for name in (main, "cut", "lm", "lm cut")] == [60, 16, 320, 50]
+    # The 16 most frequent of the drafter's tokens 3 to 62, where lower ids were counted more often.
+    assert vocabularies["cut"].target_ids.tolist() == list(range(3, 19))
+
+
+@pytest.mark.parametrize("temperature", a_few([0.0, 1.0], 1.0))
+def test_a_batch_gives_the_answers_of_one_at_a_time(
+    place: Path, tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy: token for token. Drawn: too, for the draws of an answer hang on its turn and contender alone."""
+    keys_drawn: list[Any] = []
+    made = benchmarks.SeededDraws
+    monkeypatch.setattr(benchmarks, "SeededDraws", lambda seed, key: (keys_drawn.append(key), made(seed, key))[1])
+    asked = load_questions(str(place / "prompts.jsonl"), Rejects(), None)
+    settings = [f"eval.temperature={temperature}", "eval.max_new_tokens=8", f"eval.out={tmp_path}"]
+    lineup = LoadedModels(TargetFiles(load_recipe(place / "recipe.yaml").target))
+
+    def answers(size: int) -> dict[tuple[str, str, int], tuple[list[int], list[int]]]:
+        recipe = load_recipe(place / "recipe.yaml", [*settings, f"eval.batch_size={size}"])
+        found, rejects = contenders_of(recipe), Rejects()
+        results = decode_all(lineup, recipe, found, asked, io.StringIO(), rejects)
+        assert not rejects.total
+        keys = {name: [(g.conversation_id, g.turn) for g in generations] for name, generations in results.items()}
+        assert len(set(map(tuple, keys.values()))) == 1  # the same turns in the same order for all
+        said = {(g.conversation_id, g.turn): decode_answer(lineup.files.tokenizer, g.token_ids) for g in results[PLAIN]}
+        for g in results[found[0].name]:  # later prompts hold plain decoding's answers
+            assert g.turn == 1 or said[g.conversation_id, 1] in str(lineup.files.tokenizer.decode(g.prompt_token_ids))
+        return {
+            (name, g.conversation_id, g.turn): (g.token_ids, g.accepted_per_round)
+            for name, generations in results.items()
+            for g in generations
+        }
+
+    one = answers(1)
+    assert len(one) == 2 * 7
+    own = [key for key in keys_drawn if key != "warm-up"]
+    assert len(set(own)) == len(own) == 2 * 7 and len(keys_drawn) == 2 * 7 + 2  # no two answers share their draws
+    assert answers(2) == one
+    assert answers(99) == one
+
+
+def test_a_turn_that_cannot_be_asked_ends_its_own_conversation_alone(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(place / "recipe.yaml", ["eval.max_new_tokens=16", "eval.batch_size=4"])
+    models = LoadedModels(TargetFiles(recipe.target))
+    asked, rejects, bars = load_questions(str(place / "prompts.jsonl"), Rejects(), None), Rejects(), list[Bar]()
+    lengths = {q.id: len(render_prompt(models.files.tokenizer, q.turns[0])) for q in asked}
+    assert max(lengths, key=lengths.__getitem__) == "q1"
+    monkeypatch.setattr(benchmarks, "usable_positions", lambda config: lengths["q1"] + 15)
+    monkeypatch.setattr(benchmarks, "Bar", lambda **said: bars.append(Bar(**said)) or bars[-1])
+    results = decode_all(models, recipe, contenders_of(recipe), asked, io.StringIO(), rejects)
+    assert [(bar.n, bar.total) for bar in bars] == [(2 * 7,) * 2]  # answers by both; rejected ones are done with
+    done = [(g.conversation_id, g.turn) for g in results[PLAIN]]
+    assert ("q1", 1) not in done and ("q0", 1) in done and ("q2", 1) in done and ("q3", 1) in done
+    assert ("q4", 1) in done and ("q1", 2) not in done  # the next batch, and no second turn without a first
+    assert rejects.total == 1 + (("q3", 2) not in done)
+
+
+def test_a_new_proposer_is_decoded_described_and_reported(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(get_args(ProposerName)) == set(PROPOSERS)
+    echo = ProposerEntry(
+        name=lambda contender: f"echo of {contender.tree.most - 1}",
+        make=lambda lineup, contender: PromptLookup(contender.tree.most - 1, lineup.target.device, max_ngram=1),
+    )
+    monkeypatch.setitem(PROPOSERS, "echo", echo)
+    recipe = load_recipe(str(place / "recipe.yaml"), [f"eval.out={tmp_path}", "eval.max_prompts=2"])
+    tree = TreeSection(policy="chain", nodes=4)
+    contenders = named([main_contender(recipe), Contender("", "echo", tree, "here")])
+    evaluation.evaluate_by_decoding(recipe, contenders, plan=False)
+    row = read_acceptance(tmp_path / "acceptance.json")["contenders"]["echo of 3"]
+    assert (row["proposer"], row["drafter"], row["matches_target"]) == ("echo", None, True)
+    assert row["tree_nodes_per_round"] > 1
+    assert "echo of 3" in Page((tmp_path / "report.html").read_text()).text
+
+
+# SAM-Decoding.
+
+
+@pytest.fixture(scope="module")
+def corpus(place: Path, target_dir: Path) -> Path:
+    """Of the target's own answers, from an evaluation: the run's conversations."""
+    run_main(acceptance, place / "recipe.yaml", f"eval.out={place / 'first'}", "eval.max_new_tokens=40")
+    fingerprint = TargetFiles(TargetSection(model=str(target_dir))).fingerprint
+    records = [
+        {
+            "id": f"c{i}",
+            "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "not read"}],
+            "turns": [{"prompt_token_ids": line["prompt_token_ids"], "output_token_ids": line["token_ids"]}] * 2,
+            "generator": {"tokenizer_fingerprint": fingerprint, "temperature": 0.0},
+        }
+        for i, line in enumerate(read_generations(place / "first/generations.jsonl", PLAIN))
+    ]
+    write_lines(place / "run/conversations.jsonl", *records)
+    run_main(build_sam, place / "recipe.yaml")
+    return place / "run/sam.safetensors"
+
+
+def test_answers_are_taken_as_their_tokens_and_end_behind_stops(
+    place: Path, corpus: Path, target_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = TargetFiles(TargetSection(model=str(target_dir)))
+    automaton = StaticAutomaton.load(corpus, files.fingerprint)
+    told = {tuple(line["token_ids"]) for line in read_generations(place / "first/generations.jsonl", PLAIN)}
+    assert len(automaton.order) == sum(map(len, told))
+    for tokens in told:
+        assert automaton.longest([7, 7, *tokens]).length >= len(tokens)
+    (place / "texts.txt").write_text("the cat ran\n")
+    write_lines(place / "more.jsonl", {"text": f"a mat{files.tokenizer.eos_token}the dog"}, {})
+    sources = json.dumps([str(place / "texts.txt"), str(place / "more.jsonl"), str(place / "*.txt")])
+    overrides = f"data.sam.sources={sources}", f"data.sam.out={place / 'other.safetensors'}"
+    run_main(build_sam, place / "recipe.yaml", *overrides, "--plan")
+    assert "6 bytes a token" in capsys.readouterr().out and not (place / "other.safetensors").exists()
+    run_main(build_sam, place / "recipe.yaml", *overrides)
+    assert "in 3 documents, 1 repeated ones left out; 1 record rejected" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", a_few(["routed", "fused"], "fused"))
+def test_an_evaluation_tells_who_drafted_and_a_replay_agrees(place: Path, corpus: Path, mode: str) -> None:
+    out, recipe = place / mode, place / "recipe.yaml"
+    router: dict[str, Any] = {"static": str(corpus), "l_threshold": 2, "l_bias": 1, "fuse": mode == "fused"}
+    settings = [
+        *(f"eval.out={out}", f"eval.router={json.dumps(router)}"),
+        f"eval.also={json.dumps([{'name': 'alone', 'proposer': 'sam', 'sam': {'static': str(corpus)}}])}",
+    ]
+    assert "build-sam" in stages_of(load_recipe(recipe, settings))
+    run_main(acceptance, recipe, *settings)
+    run_main(acceptance, recipe, *settings, "eval.mode=replay")
+    decoded, replayed = (json.loads((path / "acceptance.json").read_text()) for path in (out, out / "replay"))
+    for name, row in decoded["contenders"].items():
+        assert row["matches_target"] is True
+        for key in ("drafted_by", "accepted_histogram"):
+            assert replayed["contenders"][name][key] == row[key]
+    row, alone = decoded["contenders"][decoded["contender"]], decoded["contenders"]["alone"]
+    assert row["router"] == router | {"dynamic": True, "nodes": 40} and alone["sam"]["static"] == str(corpus)
+    assert {"drafter", "sam static"} <= set(row["drafted_by"]) and "drafter" not in alone["drafted_by"]
+    assert sum(share["accepted"] for share in row["drafted_by"].values()) == pytest.approx(1, abs=1e-3)
+    assert row["drafted_by"]["sam static"]["accepted"] > 0.5  # the target says again what it said
+    assert (row["drafted_by"]["drafter"]["rounds"] == 1) == (mode == "fused")
+    html = (out / "report.html").read_text()
+    by = "drafted by drafter and sam static" if mode == "fused" else "drafted by sam static"
+    assert "Who drafted it" in Page(html).text and by in html

@@ -1,11 +1,16 @@
-"""The decoding loop is lossless, stops exactly, and counts what it says. Trees against slow twins."""
+"""The decoding loop is lossless, stops exactly, and counts what it says; a decoder drafts for another; the Python API.
+
+That rows come, go and roll back as if each were alone is tests/eval/test_rounds.py's matter.
+"""
 
 import itertools
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,26 +20,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.eval.decoding import decode as decode_module
 from draftsmith.eval.decoding.accept import GreedyAcceptance
-from draftsmith.eval.decoding.decode import Clock, Request
+from draftsmith.eval.decoding.decode import Clock, Request, TargetVerifier, decode_stream
+from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.decoding.speculator import Speculator
+from draftsmith.models import loaded_models
+from draftsmith.models.chat import decode_answer, render_prompt
 from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import TargetSession
-from draftsmith.models.vocab import DraftVocab
+from draftsmith.models.vocab import DraftVocab, save_token_counts
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.eval import TreeSection
+from draftsmith.recipes.sections.target import TargetSection
 from tests import reference
 from tests.clock import Clock as WallClock
-from tests.conftest import make_target
-from tests.decoding import decode_batch, decode_queue
-from tests.pairs import greedy, untaught
+from tests.compare_cases import save_untrained
+from tests.conftest import VOCAB_SIZE, make_target
+from tests.decoding import decode, decode_batch
+from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, untaught
 from tests.scripted_drafting import unasked_target
 from tests.thinning import effort
 
 STOP = 4
-
-
 Nodes = tuple[list[int], list[int]]  # tokens and parents
 Spoil = Callable[[int, list[int]], Nodes]
 
@@ -183,7 +195,6 @@ def test_time_on_an_accelerator_is_asked_of_its_queue(monkeypatch: pytest.Monkey
 def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, target = WallClock(), target_and_futures()[0]
     monkeypatch.setattr(decode_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-
     prefill, verify, root_only = TargetSession.prefill, TargetSession.verify, DraftTree.root_only
 
     def slow_prefill(session: TargetSession, prompts: Sequence[Sequence[int]], at_once: int) -> Any:
@@ -202,7 +213,7 @@ def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch:
     monkeypatch.setattr(TargetSession, "verify", slow_verify)
     monkeypatch.setattr(DraftTree, "root_only", slow_root_only)
     requests = [Request(i, [11, 12 + i], 1 + 2 * i) for i in range(5)]
-    for key, answer in decode_queue(target, None, iter(requests), (), rows=2):
+    for key, answer in decode_stream(TargetVerifier(target, None), None, iter(requests), (), 2):
         clock.now += 100
         assert len(answer.token_ids) == 1 + 2 * key
         assert answer.prefill_seconds == pytest.approx(5)
@@ -304,3 +315,162 @@ def test_prompt_lookup_continues_the_latest_longest_match() -> None:
     text = [1, 2, 3, 3, 1, 2, 4, 4, 1, 2, 5, 5, 1, 2]
     lookup.observe(Committed(unasked_target(99), [text], None, [len(text) - 1]))
     assert lookup.propose()[0].tokens[0].tolist() == [2, 5, 5, 1]  # the latest of the same length
+
+
+# A small model with its own drafter proposes chains to a larger target.
+
+LENGTH, CALLS = 5, 3
+
+
+class Recording(HierarchicalProposer):
+    """Keeps each text with the chain proposed below it, and counts how its small model went on."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.chains: list[tuple[list[int], list[int]]] = []
+        self.resumed = self.followed = 0
+
+    def _resume(self, lengths: Any) -> None:
+        self.resumed += 1
+        super()._resume(lengths)
+
+    def _follow(self, texts: Any) -> None:
+        self.followed += 1
+        super()._follow(texts)
+
+    def propose(self) -> tuple[DraftTree, list[int]]:
+        before = [list(text) for text in self.texts]
+        tree, calls = super().propose()
+        assert tree.sources is not None
+        for row, old in enumerate(before):
+            size = tree.nodes if tree.sizes is None else int(tree.sizes[row])
+            self.chains.append((old, tree.tokens[row, 1:size].tolist()))
+            inner = tree.sources[row].inner_accepted
+            assert calls[row] == len(inner) * (CALLS + 1) and sum(inner) + len(inner) == size - 1
+        return tree, calls
+
+
+def test_a_small_target_with_its_drafter_proposes_to_a_larger_one() -> None:
+    small, drafter = pair_of("llama", None)
+    large = blurred_copy("llama", 0.007)  # it mostly agrees with the small one
+    inner = PolicyProposer(FeatureDrafting(drafter), policy_of(TreeSection(nodes=8, draft_calls=CALLS, top_k=3)))
+    decoder = Recording(small, inner, LENGTH)
+    budgets = (36, 9, 30, 30)  # the second ends early, and the fourth takes its row
+    requests = [Request(i, prompt, budgets[i]) for i, prompt in enumerate(PROMPTS)]
+    with torch.inference_mode():
+        answers = dict(decode_stream(TargetVerifier(large, decoder), decoder, iter(requests), (), 3))
+    for i, prompt in enumerate(PROMPTS):
+        assert answers[i].token_ids == greedy(large, prompt, budgets[i])
+        assert len(answers[i].inner_accepted) > len(answers[i].accepted_per_round) and answers[i].drafted_by == []
+    accepted = [count for answer in answers.values() for count in answer.accepted_per_round[:-1]]
+    assert 0 in accepted and max(accepted) > 3  # it drafts wrong and right tokens
+    for text, chain in decoder.chains[::3]:
+        assert chain == greedy(small, text, len(chain))
+    lengths = {len(chain) for _, chain in decoder.chains}
+    assert len(lengths) > 1 and min(lengths) == LENGTH and max(lengths) <= LENGTH + CALLS
+    # Where the target accepts part of a chain, the small model has read all of it: no pass is needed to go on.
+    assert 0 < decoder.resumed < decoder.followed
+
+
+def test_chains_end_where_the_small_model_s_positions_end() -> None:
+    """Learned positions: a forward behind the last one would fail."""
+    positions = {"n_positions": 64, "max_position_embeddings": 64}
+    small = Target(make_target("gpt2", **positions, seed=1))
+    large, prompt = blurred_copy("gpt2", **positions, seed=1), list(range(40, 75))
+    inner = PolicyProposer(FeatureDrafting(untaught("eagle3", small)), policy_of(TreeSection(policy="chain", nodes=4)))
+    proposer = HierarchicalProposer(small, inner, 6)
+    with torch.no_grad():
+        answers = decode_batch(large, proposer, [prompt, prompt[:5]], (), [64 - len(prompt), 40])
+    assert answers[0].token_ids == greedy(large, prompt, 64 - len(prompt))
+    assert answers[1].token_ids == greedy(large, prompt[:5], 40)
+
+
+# The Python API: a target and a drafter by their places, answers by `answer`.
+
+MESSAGES = [{"role": "user", "content": "the cat"}]
+
+
+@pytest.fixture(scope="module")
+def drafter_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_untrained(tmp_path_factory.mktemp("run") / "drafter", target_dir)
+
+
+def test_an_answer_is_the_target_s_own(target_dir: Path, drafter_dir: Path) -> None:
+    speculator = Speculator.load(str(target_dir), drafter_dir)
+    answer = speculator.answer(MESSAGES, max_new_tokens=40)
+    prompt = render_prompt(speculator.tokenizer, MESSAGES)
+    plain = decode(speculator.target, None, prompt, speculator.stop_ids, 40)
+    assert answer.generation.token_ids == plain.token_ids
+    assert answer.text == decode_answer(speculator.tokenizer, plain.token_ids)
+    assert answer.tau is not None and answer.tau >= 1
+    assert speculator.answer("the cat", max_new_tokens=40).text == answer.text
+
+    sampling, tree = Sampling(1.0, top_p=0.9), TreeSection(policy="chain", nodes=4, draw="sampled")
+    drawn = [speculator.answer(MESSAGES, 30, sampling, seed, tree).generation.token_ids for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+    speculator.proposer(TreeSection(nodes=512, top_k=100))  # trees and answers may fill all positions
+    prompt = render_prompt(speculator.tokenizer, [{"role": "user", "content": "x" * 500}])
+    speculator.answer("x" * 500, 512 - len(prompt))
+
+
+@pytest.mark.slow
+def test_a_gpu_s_drafter_has_the_target_s_precision(
+    target_dir: Path, drafter_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert loaded_models.drafting_dtype(cast(Any, on_gpu)) is torch.bfloat16
+    plain = Speculator.load(str(target_dir), drafter_dir)
+    monkeypatch.setattr(loaded_models, "drafting_dtype", lambda target: torch.bfloat16)
+    rounded = Speculator.load(str(target_dir), drafter_dir)
+    texts = {each.answer(MESSAGES, max_new_tokens=40).text for each in (plain, rounded)}
+    (before,), (after,) = (each.models.drafters.values() for each in (plain, rounded))
+    assert len(texts) == 1 and (before.dtype, after.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(after.rotary.inv_freq, before.rotary.inv_freq)
+
+
+def test_the_page_s_example_runs_and_is_token_identical(
+    target_dir: Path, drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """With a target whose weights are bfloat16 on disk, as the demo's are."""
+    shutil.copytree(target_dir, tmp_path / "target")
+    model = TargetFiles(TargetSection(model=str(target_dir), dtype="bfloat16")).load_model()
+    model.save_pretrained(tmp_path / "target")
+    assert not Speculator.load(str(tmp_path / "target"), drafter_dir).token_identical
+    page = (Path(__file__).parents[2] / "docs/decoding.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    code = code.replace("200", "40")  # first, since the folders that follow may hold a 200 too
+    places = {'"recipes/demo_target"': repr(str(tmp_path / "target")), '"runs/demo/drafter"': repr(str(drafter_dir))}
+    for written, here in places.items():
+        assert code.count(written) == 1
+        code = code.replace(written, here)
+    names: dict[str, Any] = {}
+    exec(compile(code, "example", "exec"), names)
+    assert len(capsys.readouterr().out.splitlines()) >= 2
+    assert names["speculator"].token_identical
+
+
+ASSISTANT = {"role": "assistant", "content": "x"}
+NO_QUESTION = "question: .* end with a question"
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("auto .* `draftsmith plan-tree`", {"tree": TreeSection(policy="auto")}),
+    ("700 nodes, .* 512 positions", {"tree": TreeSection(nodes=700, top_k=100)}),
+    ("tree.vocab_size: .* token_counts", {"tree": TreeSection(vocab_size=9)}),
+    ("max_new_tokens: ", {"max_new_tokens": 0}),
+    ("512 positions", {"max_new_tokens": 600}),
+    ("cannot be asked", {"question": [{"role": "user", "content": [{"type": "image"}]}]}),
+    *((NO_QUESTION, {"question": q}) for q in ([], [ASSISTANT | {"role": "User"}], [*MESSAGES, ASSISTANT])),
+]
+
+
+def test_what_cannot_be_asked_or_loaded_is_said(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
+    speculator = Speculator.load(str(target_dir), drafter_dir)
+    for message, arguments in REFUSED:
+        with pytest.raises(UserError, match=message):
+            speculator.answer(**{"question": MESSAGES, "max_new_tokens": 4} | arguments)
+    with pytest.raises(UserError, match="no drafter here"):
+        Speculator.load(str(target_dir), tmp_path)
+    save_token_counts(tmp_path / "foreign", torch.arange(VOCAB_SIZE), "another's", [4])
+    for counts, message in (("none", "no such token counts"), ("foreign", "token_counts: .* was counted with a")):
+        with pytest.raises(UserError, match=message):
+            Speculator.load(str(target_dir), drafter_dir, tmp_path / counts)

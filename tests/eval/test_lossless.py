@@ -4,34 +4,29 @@ A combination is (target, proposer, policy, vocabulary, answers side by side). T
 Llama, the exhaustive ones with each other family as many as it takes for any three of the other values to meet. `make
 test` runs a few, in which every proposer and every policy occurs. A policy reads distributions and nothing else of its
 proposer. Sampling is tested in tests/eval/test_sampling.py, families of targets in tests/models/test_targets.py, and
-that the rounds of an answer are those that it takes alone in tests/eval/test_side_by_side.py.
+that the rounds of an answer are those that it takes alone in tests/eval/test_rounds.py.
 """
 
 import itertools
 import math
-import tempfile
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from draftsmith.eval.decoding.decode import Generation, Request
+from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
-from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.decoding.policies import C2T, PolicyProposer, TreePolicy, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
-from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, cut_vocab
 from draftsmith.recipes.sections.eval import TreeSection
-from tests.conftest import make_target
-from tests.decoding import decode_batch, decode_queue
+from tests.decoding import decode_batch
 from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, pair_of_kind
 from tests.sam_cases import beside, misleading, sam_alone
 from tests.scripted_drafting import linear_classifier
@@ -57,11 +52,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     "ddd": {"nodes": 14, "draft_calls": 6, "top_k": 4, "ddd": {"at": [2, 4], "threshold": -0.5}},
     "svip": {"svip": {"c": 0.15, "h": 0.5}, "draft_calls": 8},
     "svip_tree": {"nodes": 14, "draft_calls": 6, "top_k": 4, "svip": {"c": 0.15, "h": 0.6}},
-    "c2t": {"draft_calls": 5, "top_k": 4},
 }
 VOCABULARIES = ("full", "draft", "cut of full", "cut of draft")
 ROWS = (1, 3)
 TRIED = ("chain", "eagle2")  # with every proposer
+blurred = cache(blurred_copy)
 
 
 class BrokenNow(FeatureDrafting):
@@ -92,7 +87,9 @@ def possible(combination: Sequence[Any]) -> bool:
     return proposer not in ("causal_lm", *HEADS_OF_THE_TARGET) or vocabulary in ("full", "cut of full")
 
 
-EVERYTHING = [each for each in itertools.product(FAMILIES, PROPOSERS, POLICIES, VOCABULARIES, ROWS) if possible(each)]
+EVERYTHING = [
+    each for each in itertools.product(FAMILIES, PROPOSERS, (*POLICIES, "c2t"), VOCABULARIES, ROWS) if possible(each)
+]
 
 
 @cache
@@ -107,26 +104,19 @@ def expected_of(family: str) -> list[list[int]]:
     return answers
 
 
-@cache
-def blurred(family: str) -> Target:
-    return blurred_copy(family, **FAMILIES[family])
-
-
-@cache
-def classifier_dir() -> Path:
-    """A classifier that likes what is likely, certain, and deep. Written once per process."""
-    directory = Path(tempfile.mkdtemp()) / "classifier"
-    linear_classifier(20.0, -0.5, 0.25, 1.0).save(directory)
-    return directory
+def policy_called(name: str) -> TreePolicy:
+    if name == "c2t":  # likes what is likely, certain, and deep
+        return C2T(linear_classifier(20.0, -0.5, 0.25, 1.0), beta=0.5, beam=4, top_k=4, draft_calls=5)
+    return policy_of(TreeSection.model_validate({"policy": name, **POLICIES[name]}))
 
 
 def decoded(*combination: Any) -> list[Generation]:
-    family, *_, rows = combination
-    target, _ = pair_of(family, None, **FAMILIES[family])
-    return decode_batch(target, proposer_of(*combination), PROMPTS[:rows], {-1}, NEW_TOKENS)
+    *made_of, rows = combination
+    target, _ = pair_of(made_of[0], None, **FAMILIES[made_of[0]])
+    return decode_batch(target, proposer_of(*made_of), PROMPTS[:rows], {-1}, NEW_TOKENS)
 
 
-def proposer_of(family: str, kind: str, policy: Any, vocabulary: str, rows: int) -> Proposer:
+def proposer_of(family: str, kind: str, policy: str, vocabulary: str = "full") -> Proposer:
     drafter_kind = kind.removesuffix(" in bfloat16")
     drafter_kind = drafter_kind if drafter_kind in DRAFTERS else "eagle3"
     target, drafter = pair_of_kind(drafter_kind, family, 120 if "draft" in vocabulary else None, **FAMILIES[family])
@@ -136,24 +126,19 @@ def proposer_of(family: str, kind: str, policy: Any, vocabulary: str, rows: int)
     smaller = None
     if vocabulary.startswith("cut"):
         counts = torch.bincount(torch.tensor(expected_of(family)).flatten(), minlength=target.vocab_size)
-        smaller = cut_vocab(
-            drafter.vocab if kind != "causal_lm" else DraftVocab.full(target.vocab_size), counts, 48, ()
-        )
-    settings = dict(POLICIES[policy])
-    if policy == "c2t":
-        settings["c2t"] = {"classifier": str(classifier_dir()), "beta": 0.5, "beam": 4}
+        whole = drafter.vocab if kind != "causal_lm" else DraftVocab.full(target.vocab_size)
+        smaller = cut_vocab(whole, counts, 48, ())
     if kind == "prompt lookup":
         return PromptLookup(5, target.device)
     if kind == "sam":
         return sam_alone(misleading(expected_of(family), target.vocab_size), width=1 if policy == "chain" else 3)
     if kind.startswith("causal_lm"):
-        drafting: Drafting = CausalLMDrafting(blurred(family), smaller)
+        drafting: Drafting = CausalLMDrafting(blurred(family, **FAMILIES[family]), smaller)
     else:
         drafting = (BrokenNow if "NaN" in kind else FeatureDrafting)(drafter, smaller)
+    proposer = PolicyProposer(drafting, policy_called(policy))
     if kind == "hierarchy":
-        inner = PolicyProposer(drafting, policy_of(TreeSection(policy=policy, **settings)))
-        return HierarchicalProposer(blurred(family), inner, 4)
-    proposer = PolicyProposer(drafting, policy_of(TreeSection(policy=policy, **settings)))
+        return HierarchicalProposer(blurred(family, **FAMILIES[family]), proposer, 4)
     if kind not in BESIDE_SAM:
         return proposer
     return beside(proposer, misleading(expected_of(family), target.vocab_size), 2, "fused" in kind)
@@ -196,19 +181,3 @@ def test_many_combinations(family: str) -> None:
             wrong.append(others)
     assert not wrong
     assert accepted > 1000  # the drafters are right often enough for this to mean something
-
-
-def test_what_cannot_be_queued_is_told() -> None:
-    target, good = Target(make_target("gpt2", **FAMILIES["gpt2"])), Request(0, PROMPTS[0], 3)  # of 64 positions
-    cases: list[tuple[list[Request | None], str]] = [
-        ([Request(1, [], 3)], "prompts of one token or more"),
-        ([good, Request(1, PROMPTS[0], 0)], "max_new_tokens of 1 or more"),
-        ([Request(1, PROMPTS[0], 64)], "exceed the target's 64 positions"),
-        ([good, Request(1, PROMPTS[0], 3, SeededDraws(0, 0))], "1 of 2 requests have draws"),
-        ([None], "wait for an answer, but none is being written"),
-        ([good], "sampling needs draws"),
-    ]
-    for requests, message in cases:
-        sampling = Sampling(1.0) if "sampling" in message else GREEDY
-        with pytest.raises((ValueError, RuntimeError), match=message):
-            list(decode_queue(target, None, iter(requests), (4,), 2, sampling))

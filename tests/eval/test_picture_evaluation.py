@@ -26,6 +26,7 @@ from draftsmith.models.vision import PictureReader
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.target import TargetSection
+from tests.compare_cases import save_untrained
 from tests.models.test_vision import generated
 from tests.replay_cases import write_lines
 from tests.report_cases import evaluate, make_recipe, page_of
@@ -49,16 +50,16 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     target = Target(TargetFiles(section).load_model(), (1, 3, 5))
     identity = TargetFiles(section).identity_of(target)
     vocab = DraftVocab.full(target.vocab_size)
-    for kind, base, layers in (("vispec", "eagle", (7,)), ("eagle3", None, (1, 3, 5))):
-        shape = config_class(kind, base)
-        assert shape is not None
-        config = shape.for_target(target.config, target.vocab_size, layers, vocab.size)
-        torch.manual_seed(0)
-        drafter = build_drafter(config, vocab, target.frozen_head if base else None)
-        for key, parameter in drafter.named_parameters():
-            if key.startswith("img_"):  # at the start, ViSpec's do not read pictures
-                parameter.data += 0.2 * torch.randn_like(parameter)
-        save_drafter(folder / kind, drafter, identity, "", {})
+    shape = config_class("vispec", "eagle")
+    assert shape is not None
+    torch.manual_seed(0)
+    config = shape.for_target(target.config, target.vocab_size, (7,), vocab.size)
+    drafter = build_drafter(config, vocab, target.frozen_head)
+    for key, parameter in drafter.named_parameters():
+        if key.startswith("img_"):  # at the start, they do not read pictures
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    save_drafter(folder / "vispec", drafter, identity, "", {})
+    save_untrained(folder / "eagle3", folder / "target", (1, 3, 5), draftable=range(target.vocab_size))
     encoded = base64.b64encode((folder / "c.png").read_bytes()).decode()
     turns = [{"role": "user", "content": text} for text in ("<image>\nthe cat", "the dog", "<image> and <image>")]
     part = {"type": "image", "path": "a.png", "sha256": digest(folder / "a.png")}

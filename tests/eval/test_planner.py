@@ -307,17 +307,13 @@ def planned(recipe_path: Path, lineup: LoadedModels, *settings: str) -> Plan:
     return planner.make_plan(lineup, recipe, *found)
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+def test_the_slow_are_dropped_as_far_as_there_is_time(
+    recipe_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Few timed rounds on a machine that is never busy, and nothing known yet."""
     monkeypatch.setattr(costs_module, "ROUNDS", SETTLING + 1)
     monkeypatch.setattr(costs_module, "BUSY", float("inf"))
     (place / "run/planner_costs.json").unlink(missing_ok=True)
-
-
-def test_the_slow_are_dropped_as_far_as_there_is_time(
-    recipe_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.setattr(planner, "LOOK", 2)
     monkeypatch.setattr(planner, "SHOWN_ROWS", 2)
     monkeypatch.setattr(planner, "CLOSE", 1.0)

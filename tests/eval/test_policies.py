@@ -25,7 +25,7 @@ from draftsmith.models.draft_tree import Committed
 from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.recipes.sections.eval import C2tSection, TreeSection
 from tests import reference
-from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, linear_classifier, linear_confidence, paths_of, roots
+from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, linear_classifier, paths_of, roots
 
 # Each policy with its slow twin, in random sizes.
 
@@ -75,8 +75,9 @@ def c2t_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
     weights = 5.0, -0.4, -0.2, chance.uniform(-1, 1)
     beta, beam, top_k = chance.uniform(0.3, 0.7), chance.choice([None, 1, 3, 8]), chance.choice([1, 2, 4, VOCAB + 1])
     calls, nodes = chance.randint(1, 4), chance.choice([None, 2, 7, 30])
-    policy = C2T(linear_classifier(*weights), beta, beam, top_k, calls, nodes)
-    confidence = linear_confidence(*weights)
+    classifier = linear_classifier(*weights)
+    confidence = reference.c2t_confidence(classifier.state_dict())
+    policy = C2T(classifier, beta, beam, top_k, calls, nodes)
     return policy, lambda table: reference.c2t_tree(table, confidence, beta, beam, top_k, calls, nodes)
 
 
@@ -205,19 +206,6 @@ def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, coun
     assert torch.equal(tokens[0, :2], expected.indices[0, :2])
 
 
-def test_svip_stops_above_six_tenths_of_a_nat_and_keeps_the_uncertain_token() -> None:
-    """c = 0.15, h = 0.3: the boundary lies at 0.6 nats, which two tokens have at p = 0.71239."""
-
-    class Coin(Table):
-        def row(self, path: Nodes) -> torch.Tensor:
-            p = (0.9, 0.9, 0.7129, 0.7119, 0.5)[len(path)]  # 0.5995 nats before the third token, 0.6005 after it
-            return torch.tensor([p, 1 - p]).log()
-
-    tree, calls = Chain(40, Svip()).grow(Scripted([Coin(0, 2)]), roots(1))
-    assert (calls, tree.nodes) == ([4], 5)
-    assert Chain(40, Svip()).grow(Scripted([Table(0, sharpness=(1e5,))]), roots(1))[1] == [40]
-
-
 class OnePass(Scripted):
     """Drafts all levels in one forward pass, as block drafters do."""
 
@@ -239,11 +227,10 @@ def test_the_drafter_counts_its_passes_and_the_policy_its_levels() -> None:
 DRAWN = Sampling(0.7)  # of the answers; chains are drawn only where the recipe says so
 TREES: list[tuple[dict[str, Any], TreePolicy]] = [
     ({}, Eagle2(60, 8, 10)),
-    ({"nodes": 20, "draft_calls": 4, "top_k": 5}, Eagle2(20, 4, 5)),
     ({"policy": "chain", "nodes": 4}, Chain(3)),
     ({"policy": "chain", "draw": "sampled"}, Chain(5, None, DRAWN)),
     ({"policy": "svip", "svip": {"c": 0.2, "h": 0.4}}, Chain(40, Svip(0.2, 0.4))),
-    ({"policy": "svip", "draw": "sampled"}, Chain(40, Svip(), DRAWN)),
+    ({"policy": "svip", "draw": "sampled"}, Chain(40, Svip(0.15, 0.3), DRAWN)),
     ({"policy": "static", "paths": [[0], [0, 1]]}, StaticTree(((0,), (0, 1)))),
     ({"policy": "ddd"}, Eagle2(60, 11, 10, Ddd(-0.3, (5, 7, 9)))),
     ({"policy": "ddd", "ddd": {"threshold": -1.0, "at": "every"}}, Eagle2(60, 11, 10, Ddd(-1.0, "every"))),

@@ -2,7 +2,7 @@
 
 Laws are enumerated, not estimated: `enumerate_law` runs the product's code once for every outcome of its random draws
 and adds up the probabilities. What remains is float32 rounding of the target's forwards, far below TOLERANCE; every
-defect named here moves a law by more than 0.01.
+defect named here moves a law by more than 0.01. So are the laws of chains and static trees that a drafter draws.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from draftsmith.eval.decoding.accept import Accepted, SampledAcceptance
 from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
 from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer, StaticTree
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.decoding.stopping import Svip
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
@@ -31,6 +32,7 @@ from tests.conftest import make_target
 from tests.decoding import decode, decode_batch
 from tests.pairs import untaught
 from tests.sam_cases import beside, corpus_of, sam_alone
+from tests.scripted_drafting import Nodes, Scripted, Table, paths_of, roots
 from tests.thinning import a_few, thinned
 
 TOLERANCE = 2e-5
@@ -44,6 +46,7 @@ SAMPLINGS = {
     "T=0.5, top-k, top-p": Sampling(0.5, top_p=0.9, top_k=3),
 }
 Law = dict[Any, float]  # by outcome
+Path = tuple[int, ...]  # nodes from the root
 
 
 class EnumeratedDraws:
@@ -95,7 +98,7 @@ def assert_same_law(law: Law, expected: Law) -> None:
 # The distribution itself.
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("sampling", [*SAMPLINGS.values(), Sampling(1.3, top_k=1)], ids=str)
 def test_processed_probabilities_equal_their_slow_twin(sampling: Sampling) -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 7, 11) * 3
@@ -142,12 +145,10 @@ def test_seeded_draws_have_the_probabilities_they_are_given() -> None:
     draws = SeededDraws(0, "law")
     chances = torch.tensor([0.0, 0.1, 0.5, 1.0])
     share = torch.stack([draws.events(chances) for _ in range(4000)]).double().mean(0)
-    assert share[0] == 0
-    assert share[3] == 1
+    assert share[0] == 0 and share[3] == 1
     assert (share - chances).abs().max() < 0.035  # four standard deviations of 4,000 fair coins
     tokens = torch.bincount(torch.stack([draws.token(torch.tensor([1.0, 0.0, 3.0])) for _ in range(4000)]), minlength=3)
-    assert tokens[1] == 0
-    assert abs(float(tokens[2]) / 4000 - 0.75) < 0.03
+    assert tokens[1] == 0 and abs(float(tokens[2]) / 4000 - 0.75) < 0.03
 
 
 # One round: the acceptance rule against a walk node by node, and against the law it must have.
@@ -155,16 +156,8 @@ def test_seeded_draws_have_the_probabilities_they_are_given() -> None:
 
 def random_tree(chance: torch.Generator, nodes: int, tokens: int) -> DraftTree:
     """Any shape, siblings may repeat a token."""
-    parents = [-1] + [int(torch.randint(i, (1,), generator=chance)) for i in range(1, nodes)]
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1)
-    order = sorted(range(nodes), key=lambda i: depths[i])
-    place = {old: new for new, old in enumerate(order)}
-    return one_tree(
-        torch.randint(tokens, (nodes,), generator=chance).tolist(),
-        [-1 if parents[old] < 0 else place[parents[old]] for old in order],
-    )
+    parents = sorted(int(torch.randint(i, (1,), generator=chance)) for i in range(1, nodes))
+    return one_tree(torch.randint(tokens, (nodes,), generator=chance).tolist(), [-1, *parents])
 
 
 def one_tree(tokens: list[int], parents: list[int], drawn_from: torch.Tensor | None = None) -> DraftTree:
@@ -172,20 +165,15 @@ def one_tree(tokens: list[int], parents: list[int], drawn_from: torch.Tensor | N
     return DraftTree(torch.tensor([tokens]), torch.tensor([parents]), len(tokens) - 1, drawn_from=q)
 
 
-def accept_one(tree: DraftTree, logits: torch.Tensor, sampling: Sampling, draws: Draws) -> tuple[list[int], int]:
+def accept_one(tree: DraftTree, logits: torch.Tensor, sampling: Sampling, draws: Draws) -> tuple[Path, int]:
     """Path and bonus of a single tree."""
     accepted = SampledAcceptance(sampling).accept(tree, logits[None], [draws])
     return path_of(accepted), int(accepted.bonus)
 
 
-def path_of(accepted: Accepted) -> list[int]:
+def path_of(accepted: Accepted) -> Path:
     length = int(accepted.length)
-    return list(range(length)) if accepted.path is None else accepted.path[0, :length].tolist()
-
-
-def outcome(tree: DraftTree, path: list[int], bonus: int) -> tuple[int, ...]:
-    """The tokens that a round adds."""
-    return (*tree.tokens[0, path[1:]].tolist(), bonus)
+    return tuple(range(length) if accepted.path is None else accepted.path[0, :length].tolist())
 
 
 def uneven_tree(_: torch.Generator) -> DraftTree:
@@ -201,13 +189,9 @@ def test_a_round_on_a_ranked_tree_equals_the_walk(shape: Callable, seed: int, sa
     tree = shape(chance)
     logits = torch.randn(tree.nodes, VOCAB, generator=chance) * 2
 
-    def round_of(draws: EnumeratedDraws) -> Hashable:
-        path, bonus = accept_one(tree, logits, sampling, draws)
-        return (*path, "bonus", bonus)
-
     p = [reference.processed(row.tolist(), sampling.temperature, sampling.top_p, sampling.top_k) for row in logits]
     walk = reference.sampled_walk(tree.tokens[0].tolist(), tree.parents[0].tolist(), p, None)
-    assert_same_law(enumerate_law(round_of), {(*path, "bonus", bonus): w for (path, bonus), w in walk.items()})
+    assert_same_law(enumerate_law(lambda draws: accept_one(tree, logits, sampling, draws)), walk)
 
 
 DRAWN = {"chain": [-1, 0, 1], "siblings": [-1, 0, 0, 1]}  # parents
@@ -242,22 +226,15 @@ def test_a_round_on_a_drawn_tree_equals_the_walk_and_has_the_target_s_law(
     first: Law = defaultdict(float)
     for nodes, weight in all_drawn(parents, q.tolist()):
         tree = one_tree(nodes, parents, q)
-
-        def round_of(draws: EnumeratedDraws, tree: DraftTree = tree) -> tuple[int, ...]:
-            return outcome(tree, *accept_one(tree, logits, sampling, draws))
-
-        law = enumerate_law(round_of)
-        expected: Law = defaultdict(float)
-        for (path, bonus), w in reference.sampled_walk(nodes, parents, p, q.tolist()).items():
-            expected[(*[nodes[i] for i in path[1:]], bonus)] += w
-        assert_same_law(law, expected)
-        for tokens, w in law.items():
-            first[tokens[0]] += weight * w  # type: ignore[index]
+        law = enumerate_law(lambda draws, tree=tree: accept_one(tree, logits, sampling, draws))
+        assert_same_law(law, reference.sampled_walk(nodes, parents, p, q.tolist()))
+        for (path, bonus), w in law.items():
+            first[nodes[path[1]] if len(path) > 1 else bonus] += weight * w
     assert_same_law(first, dict(enumerate(p[0])))
 
 
 # The whole loop: the law of the first tokens of an answer. That trees are accepted beside others as they are alone is
-# tests/eval/test_side_by_side.py's matter.
+# tests/eval/test_rounds.py's matter.
 
 
 def small_pair(draft_ids: list[int] | None, seed: int = 2) -> tuple[Target, Eagle3Drafter]:
@@ -384,9 +361,8 @@ def test_answers_drafted_by_every_kind_have_the_target_s_law(proposer: str, kind
     cut = DraftVocab(torch.tensor([0, 2, 3]), VOCAB) if proposer != "chain" else None
     sampling = SAMPLINGS["T=0.5, top-k, top-p"]
     drawn, tree = Chain(3, sampling=sampling), Eagle2(nodes=5, draft_calls=3, top_k=2)
-    drafting = PolicyProposer(
-        FeatureDrafting(drafter, cut), {"chain": Chain(3), "drawn chain": drawn, "tree": tree}[proposer]
-    )
+    policy = {"chain": Chain(3), "drawn chain": drawn, "tree": tree}[proposer]
+    drafting = PolicyProposer(FeatureDrafting(drafter, cut), policy)
     prompt, length = [1, 3, 0, 1, 3], 3 if proposer == "drawn chain" else 4
 
     def answer(draws: EnumeratedDraws) -> Hashable:
@@ -395,7 +371,60 @@ def test_answers_drafted_by_every_kind_have_the_target_s_law(proposer: str, kind
     assert_same_law(enumerate_law(answer), answers_of(target, prompt, length, sampling))
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 5])
-def test_top_k_leaves_so_many_tokens(top_k: int) -> None:
-    p = Sampling(1.3, top_k=top_k).probabilities(torch.randn(3, 9, generator=torch.Generator().manual_seed(0)))
-    assert (p > 0).sum(-1).tolist() == [top_k] * 3 and p.sum(-1).tolist() == pytest.approx([1] * 3)
+# Chains and static trees that are drawn from the drafter's distribution.
+
+
+@pytest.mark.parametrize("stop", [None, Svip(0.15, 0.4)], ids=["chain", "svip"])
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.9, top_p=0.95)])
+def test_a_drawn_chain_has_the_drafter_s_law(sampling: Sampling, stop: Svip | None) -> None:
+    """All chains of three tokens: their weights are the product of q."""
+    table = Table(19, vocab_size=5)
+
+    def drawn(draws: EnumeratedDraws) -> Nodes:
+        tree, _ = Chain(3, stop, sampling).grow(Scripted([table]), roots(1), [draws])
+        return paths_of(tree, 0)[-1]
+
+    law = enumerate_law(drawn)
+    expected: dict[Nodes, float] = {}
+    open_paths: dict[Nodes, float] = {(): 1.0}
+    while open_paths:
+        path, weight = open_paths.popitem()
+        q = reference.processed(table(path), sampling.temperature, sampling.top_p, sampling.top_k)
+        ends = len(path) == 2 or (stop and stop.c * reference.entropy_in_nats(table(path), 5) > stop.h**2)
+        (expected if ends else open_paths).update({(*path, x): weight * q[x] for x in range(5) if q[x] > 0})
+    assert law == {path: pytest.approx(weight, rel=1e-4) for path, weight in expected.items()}
+    assert sum(expected.values()) == pytest.approx(1)
+    if stop is not None:
+        assert len({len(path) for path in law}) > 1
+
+
+#        root
+#       /    \
+#      0      1         drawn in this order: 0, 1, then 00, then 10 and 11
+#      |     / \
+#     00   10   11
+SIBLINGS = ((0,), (1,), (1, 0), (1, 1), (0, 0))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.9), Sampling(1.3, top_k=2)])
+def test_siblings_are_drawn_without_replacement(sampling: Sampling) -> None:
+    table, policy = Table(19, vocab_size=4), StaticTree(SIBLINGS, sampling)
+
+    def below(*path: int) -> list[float]:
+        return reference.processed(table(path), sampling.temperature, sampling.top_p, sampling.top_k)
+
+    def drawn(draws: EnumeratedDraws) -> tuple[Nodes, ...]:
+        tree, calls = policy.grow(Scripted([table]), roots(1), [draws])
+        paths = paths_of(tree, 0)
+        assert calls == [2] and tree.drawn_from is not None
+        for node, path in enumerate(paths[:3]):
+            torch.testing.assert_close(tree.drawn_from[0, node, 1:8:2], torch.tensor(below(*path)))
+        assert not tree.drawn_from[0, 3:].any()
+        return tuple(paths[1:])
+
+    for ((a,), (b,), (first, below_a), (second, c), (third, d)), weight in enumerate_law(drawn).items():
+        assert (first, second, third) == (a, b, b)
+        expected = below(a)[below_a]
+        for q, one, other in ((below(), a, b), (below(b), c, d)):
+            expected *= q[one] * q[other] / (1 - q[one])
+        assert weight == pytest.approx(expected, rel=1e-4, abs=1e-9)
