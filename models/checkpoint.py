@@ -117,7 +117,7 @@ def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]
         )
     try:
         return TypeAdapter(kind).validate_json(json.dumps(values), strict=True), trained_for
-    except (ValidationError, UserError, ArithmeticError) as error:
+    except (ValidationError, UserError) as error:
         text = first_invalid(error) if isinstance(error, ValidationError) else error
         raise UserError(f"{path}: damaged: {text}") from error
 

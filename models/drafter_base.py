@@ -7,8 +7,9 @@ Shapes: B rows, T tokens, C columns, A query heads, G key/value heads, D head di
 states, V target vocabulary, Vd draft vocabulary.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -49,6 +50,14 @@ class DrafterConfig:
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            value, least = getattr(self, each.name), each.metadata.get("least", 1)
+            if isinstance(value, float) and not 0 < value < math.inf:
+                raise UserError(f"drafter.{each.name}: {value} is not a number above 0")
+            if type(value) is int and value < least:
+                raise UserError(f"drafter.{each.name}: {value} is less than {least}")
+        if min(self.capture_layers, default=0) < 0:
+            raise UserError(f"drafter.capture_layers: {list(self.capture_layers)} has a negative layer")
         if self.num_attention_heads % self.num_key_value_heads:
             raise UserError(
                 f"drafter.num_attention_heads: {self.num_attention_heads} query heads cannot share "

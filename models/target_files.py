@@ -44,6 +44,10 @@ from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.sections.target import TargetSection
 
 BORDER = "original_max_position_embeddings"
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    "max_position_embeddings",
+)
 ROTARY_NUMBERS = ("rope_theta", "factor", BORDER, "low_freq_factor", "high_freq_factor")
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -85,6 +89,10 @@ class TargetFiles:
                 f"target.model: the config.json of {model!r} has a value that transformers refuses: {wrong}; "
                 "correct it (in a copy of the model's folder)"
             ) from error
+        except ZeroDivisionError as error:  # hidden_size % num_attention_heads
+            raise UserError(
+                f"target.model: the config.json of {model!r} has a size that is 0, such as num_attention_heads"
+            ) from error
         except (OSError, ValueError, KeyError) as error:
             reason = first_line(error)
             if Path(model).is_dir() and not (Path(model) / "config.json").exists():
@@ -92,7 +100,7 @@ class TargetFiles:
             elif not Path(model).is_dir() and not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model):
                 reason = "no such directory"
             raise UserError(f"target.model: no model at {model!r}: {reason}") from error
-        _check_rotations(model, config.get_text_config(decoder=True))
+        _check_numbers(model, config.get_text_config(decoder=True))
         attention_kinds(config)
         return config
 
@@ -389,9 +397,15 @@ def weight_digests(target: Target) -> dict[str, str]:
     return {"embedding_digest": tensor_digest(target.embedding_table)} | vision
 
 
-def _check_rotations(model: str, config: Any) -> None:
+def _check_numbers(model: str, config: Any) -> None:
     """Raises UserError for impossible numbers, which transformers would meet while it builds the model."""
+    own = [config.attribute_map.get(key, key) for key in SIZES]  # GPT-2 has n_head
     wrong = [
+        f"{key} {value}, not a number above 0"
+        for key in own
+        if isinstance(value := vars(config).get(key), int) and value < 1
+    ]
+    wrong += [
         f"{name} {quoted(value)} among its rope_parameters, not a number above 0"
         for rope in rotations(config)
         for name in ROTARY_NUMBERS

@@ -30,6 +30,7 @@ SHORTER = {"Input should be ": "", "greater than or equal to": "at least", "less
 # Far beyond any recipe, and read in a second.
 MOST_CHARACTERS = 60_000
 MOST_VALUES = 10_000  # those that aliases repeat included
+MOST_PROBLEMS = 50
 PASSWORD = re.compile(r"//[^/\s]*@")  # and user name, in a URL
 PACKAGE = Path(__file__).parents[1]  # holds the folder `recipes`
 BEFORE_PATH = re.compile(rf"(?:--[\w-]+=|(?:hf|{'|'.join(BENCHMARKS)}):)?(?=~[^/\s]*/)")
@@ -73,7 +74,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except OSError as error:  # an impossible path
         source.problems.append(f"{path}: {_cut(str(error.filename))}: {error.strerror}")
     if source.problems or recipe is None:
-        raise UserError(list(dict.fromkeys(source.problems)))  # an alias repeats a section's
+        problems = list(dict.fromkeys(source.problems))  # an alias repeats a section's
+        more = len(problems) - MOST_PROBLEMS
+        raise UserError(problems if more <= 0 else [*problems[:MOST_PROBLEMS], f"{path}: and {more:,} more"])
     return recipe
 
 
@@ -119,9 +122,21 @@ def placed(text: str) -> str:
     return text if before is None else before[0] + os.path.expanduser(text[before.end() :])
 
 
+class _Loader(yaml.SafeLoader):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, int):
+                str(value)  # Python writes no number of thousands of digits
+        except (ArithmeticError, AttributeError, LookupError, ValueError):  # 2024-13-45, !!bool maybe, !!timestamp abc
+            what = f"{quoted(node.value, 100)} cannot be read as {node.tag.rpartition(':')[2]}"
+            raise yaml.MarkedYAMLError(problem=what, problem_mark=node.start_mark) from None
+        return value
+
+
 def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int], str]) -> Any:
     """The value of YAML `text` at `path`. Notes places and repeated keys in `source`."""
-    loader = yaml.SafeLoader(text)
+    loader = _Loader(text)
 
     def note(node: yaml.Node, path: KeyPath, line: int) -> None:
         source.places[path] = place(line)
@@ -148,7 +163,7 @@ def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int],
         return _with_paths(loader.construct_document(node))
     except RecursionError:
         raise yaml.YAMLError("nested too deeply, or an alias that contains itself") from None
-    except (ValueError, KeyError, AttributeError) as error:  # 2024-13-45, !!bool maybe, !!timestamp abc
+    except (ValueError, OverflowError) as error:  # "\UFFFFFFFF"
         raise yaml.YAMLError(f"a value that is not what it seems: {error}") from None
     finally:
         loader.dispose()
@@ -184,7 +199,7 @@ def _apply_override(source: _Source, override: str) -> None:
     inner: Any = source.values
     for name in names:
         parent = inner
-        key = int(name) if isinstance(parent, list) and name.isdecimal() else name
+        key = int(name) if isinstance(parent, list) and name.isdecimal() and len(name) < 9 else name
         if not isinstance(parent, dict) and not (isinstance(parent, list) and key in range(len(parent))):
             what = f"a list of {len(parent)}" if isinstance(parent, list) else _given(parent)
             source.problems.append(f"{where}: `{_dotted(path)}` is {what}, it has no `{_cut(name)}`")

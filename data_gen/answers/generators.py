@@ -7,7 +7,7 @@ With a drafter (docs/prompts-and-answers.md) greedy answers stay the same token 
 differ but follow the same distribution, because verification draws more random numbers.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from draftsmith.data_gen.states.answer_states import AnswerStates
-from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
+from draftsmith.eval.decoding.accept import acceptance_of
 from draftsmith.eval.decoding.decode import Request, TargetVerifier, decode_stream
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.models.draft_tree import Proposer
@@ -93,15 +93,8 @@ class Writer:
 
     load = ""  # beside the tokens per second of the progress bar
 
-    def __init__(
-        self,
-        target: Target,
-        settings: GenerationSettings,
-        proposer: Proposer | None = None,
-        rule: Callable[[Sampling], Acceptance] = acceptance_of,
-    ):
+    def __init__(self, target: Target, settings: GenerationSettings, proposer: Proposer | None = None):
         self.target, self.settings, self.proposer = target, settings, proposer
-        self.acceptance = rule(settings.sampling)
         self.tokens_received = self.drafted = self.rounds = 0
         self.states: AnswerStates | None = None
 
@@ -137,7 +130,7 @@ class Writer:
             return Request(key, prompt, budget, None if settings.sampling.greedy else SeededDraws(settings.seed, key))
 
         prefill = PREFILL_TOKENS_ON_CPU if self.target.device.type == "cpu" else PREFILL_TOKENS
-        verifier = TargetVerifier(self.target, self.proposer, self.acceptance, prefill)
+        verifier = TargetVerifier(self.target, self.proposer, acceptance_of(settings.sampling), prefill)
         if states is not None:
             session = states.session(self.target, verifier.session.capture)
             verifier.session = session

@@ -94,8 +94,6 @@ def main(command: Command) -> int:
         writer = Writer.of(recipe, files, settings)
         for name, digest in weight_digests(writer.target).items():
             log.identify(name, digest)
-        if not writer.acceptance.lossless:  # these answers are not the target's own
-            log.generator["lossless"] = False
         if drafter is not None:
             log.generator["drafted_by"] = {"drafter": drafter, "draft_tokens": DRAFT_TOKENS}
         with contextlib.ExitStack() as held:

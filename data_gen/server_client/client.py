@@ -1,7 +1,8 @@
 """Requests to OpenAI-compatible servers.
 
 A try ends with a reply, `Failed` (another try may succeed), `Refused` (this prompt is never answered) or `UserError`
-(no prompt is answered: a key, a URL or a name is wrong). No message contains the key.
+(no prompt is answered: a key, a URL or a name is wrong). No message contains the key: whatever servers say goes into
+messages by `one_line`. Replies are read as they are, because a key may be a word of an answer.
 
 The `openai` client is not used: it retries at the same server and reads replies of any size. Here a failed try goes to
 the least loaded server.
@@ -80,6 +81,7 @@ class Client:
         self._key = "" if key_variable is None else os.environ.get(key_variable, "").strip()
         if key_variable is not None and not re.fullmatch("[!-~]+", self._key):
             raise UserError(f"data.generator.api_key_env: {key_variable} is not set, or holds no key")
+        self.secrets = {self._key, repr(self._key)[1:-1], json.dumps(self._key)[1:-1]} - {""}
         try:
             self.http = httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
@@ -110,14 +112,14 @@ class Client:
         endpoint = "/chat/completions" if "messages" in body else "/completions"
         content = await self._request(url, "POST", endpoint, self._seconds, most, body)
         try:
-            return Completion.of(parse_json(content))
+            return Completion.of(parse_json(content), self.secrets)
         except ValueError as error:
-            raise Failed(f"the reply is not JSON ({error}): {_text_of(content)}") from None
+            raise Failed(f"the reply is not JSON ({error}): {self._text_of(content)}") from None
 
     async def _request(
         self, url: str, method: str, endpoint: str, timeout: float, most: int, body: dict[str, Any] | None = None
     ) -> bytes:
-        """The content of a reply with status 200, of at most `most` bytes. Nothing that is read holds the key."""
+        """The content of a reply with status 200, of at most `most` bytes."""
         try:
             with anyio.fail_after(timeout):
                 async with self.http.stream(method, url + endpoint, json=body) as reply:
@@ -125,11 +127,11 @@ class Client:
         except TimeoutError:
             raise Failed(f"no answer within {timeout:g} seconds (data.generator.timeout_seconds)") from None
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise Failed(f"cannot be reached: {one_line(str(error)) or 'no connection in time'}", True) from None
+            said = one_line(str(error), self.secrets) or "no connection in time"
+            raise Failed(f"cannot be reached: {said}", True) from None
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
-            raise Failed(f"the connection broke: {one_line(str(error)) or type(error).__name__}") from None
-        for secret in {self._key, json.dumps(self._key)[1:-1]} - {""}:
-            content = content.replace(secret.encode(), b"***")
+            said = one_line(str(error), self.secrets) or type(error).__name__
+            raise Failed(f"the connection broke: {said}") from None
         if reply.status_code != 200:
             self._raise_for(url, endpoint, reply, content)
         if len(content) > most:
@@ -139,10 +141,10 @@ class Client:
     def _raise_for(self, url: str, endpoint: str, reply: httpx.Response, content: bytes) -> NoReturn:
         status, asked = reply.status_code, endpoint != "/models"
         try:
-            words = error_text(parse_json(content))
+            words = error_text(parse_json(content), self.secrets)
         except ValueError:
-            words = _text_of(content)
-        said = f"{status}: {words or one_line(reply.reason_phrase)}"
+            words = self._text_of(content)
+        said = f"{status}: {words or one_line(reply.reason_phrase, self.secrets)}"
         if status in (408, 409, 425, 429) or status >= 500:
             raise Failed(said, busy=status == 429, pause=_retry_after(reply))
         if asked and status in (400, 413, 422):
@@ -158,6 +160,10 @@ class Client:
             advice = f"data.generator.api_key_env names the variable with its key, now {self._variable or 'none'}"
         raise UserError(f"data.generator.base_urls: {url} says {said}; {advice}")
 
+    def _text_of(self, content: bytes) -> str:
+        page, text = content.lstrip().startswith(b"<"), content.decode("utf-8", "replace")
+        return "an HTML page" if page else one_line(text, self.secrets)
+
 
 async def _read(reply: httpx.Response, most: int) -> bytes:
     """The reply's content, or its beginning of more than `most` bytes."""
@@ -167,10 +173,6 @@ async def _read(reply: httpx.Response, most: int) -> bytes:
         if len(content) > most:
             break
     return bytes(content)
-
-
-def _text_of(content: bytes) -> str:
-    return "an HTML page" if content.lstrip().startswith(b"<") else one_line(content.decode("utf-8", "replace"))
 
 
 def _retry_after(reply: httpx.Response) -> float:

@@ -30,6 +30,7 @@ from draftsmith.data_gen.server_client.server_answers import (
     Refused,
     Unfinished,
     Vocabulary,
+    one_line,
     read_answer,
 )
 from draftsmith.recipes.errors import UserError
@@ -204,8 +205,11 @@ class Servers:
         models, rows = await self._client.models(server.url), self.settings.max_length
         self.model = self.model or next(iter(models), None)
         if self.model not in models or (self._named is None and len(models) > 1):
-            serves = f"data.generator.served_model: {server.url} serves {', '.join(models) or 'nothing'}"
-            raise UserError(f"{serves}, not {self.model}: name the one that is the target")
+            serves = one_line(", ".join(models), self._client.secrets) or "nothing"
+            raise UserError(
+                f"data.generator.served_model: {server.url} serves {serves}, not {self.model}: name the one that is "
+                "the target"
+            )
         if type(longest := models[self.model]) is int and longest < rows:
             raise UserError(
                 f"data.max_length: {server.url} serves at most {longest} tokens (max_model_len), rows have up to "

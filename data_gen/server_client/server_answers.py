@@ -11,7 +11,7 @@ does for llama.cpp's answers with a character of several tokens, because llama.c
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +55,13 @@ class Completion:
     stopped_at: int | str | None = None  # the token or text that ended the answer, if the server names it
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    secrets: Collection[str] = ()  # as `one_line` takes them
 
     @classmethod
-    def of(cls, body: Any) -> "Completion":
+    def of(cls, body: Any, secrets: Collection[str] = ()) -> "Completion":
         """Of a completion or a chat completion. Raises Failed for an error or a malformed reply."""
         if isinstance(body, dict) and body.get("error"):
-            raise Failed(f"error in the reply: {error_text(body)}")
+            raise Failed(f"error in the reply: {error_text(body, secrets)}")
         match body:
             case {"choices": [{"message": {**message}} as choice]}:
                 text, prompt = message.get("content"), body.get("prompt_token_ids")
@@ -86,6 +87,7 @@ class Completion:
             stopped_at=next((stop for stop in stops if stop is not None), None),
             prompt_tokens=counts.get("prompt_tokens"),
             completion_tokens=counts.get("completion_tokens"),
+            secrets=secrets,
         )
 
 
@@ -119,7 +121,7 @@ def read_answer(
     if said.finish_reason in (None, "abort", "error"):
         raise Unfinished(f"finish_reason {said.finish_reason}: the server did not finish the answer")
     if said.finish_reason not in ("stop", "length"):
-        raise Refused(f"finish_reason {one_line(said.finish_reason)}: the server ended the answer")
+        raise Refused(f"finish_reason {one_line(said.finish_reason, said.secrets)}: the server ended the answer")
     if not is_unicode(said.text):
         raise Failed("the text of the reply holds half a character")
     if said.prompt_token_ids is not None and not _is_prompt(said.prompt_token_ids, Prompt.of(prompt)):
@@ -159,11 +161,9 @@ def _is_prompt(ids: list[Any], prompt: Prompt) -> bool:
 
 def _given(said: Completion, limit: int, vocabulary: Vocabulary) -> list[int]:
     ids: list[Any] = said.token_ids or []
-    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < vocabulary.size), None)
-    if wrong is not None:
-        raise Failed(
-            f"token id {one_line(repr(wrong))} is none of the target's {vocabulary.size}: is another model served?"
-        )
+    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < vocabulary.size]:
+        shown = one_line(repr(wrong[0]), said.secrets)
+        raise Failed(f"token id {shown} is none of the target's {vocabulary.size}: is another model served?")
     if len(ids) > limit:
         raise Failed(f"{len(ids)} tokens where at most {limit} were asked for")
     stripped = said.finish_reason == "stop" and (not ids or ids[-1] not in vocabulary.stop_ids)
@@ -173,9 +173,9 @@ def _given(said: Completion, limit: int, vocabulary: Vocabulary) -> list[int]:
         bare = ids[:-1] if ids and ids[-1] in vocabulary.stop_ids else ids
         spellings = (vocabulary.text(ids), vocabulary.text(bare), vocabulary.text(ids, skip_special_tokens=True))
         if _LOOSE.sub("", said.text) not in [_LOOSE.sub("", spelling) for spelling in spellings]:
+            decoded, text = (one_line(each, said.secrets) for each in (spellings[0], said.text))
             raise Failed(
-                f"its tokens are {one_line(spellings[0])} for the target's tokenizer, its text is "
-                f"{one_line(said.text)}: is another model served?"
+                f"its tokens are {decoded} for the target's tokenizer, its text is {text}: is another model served?"
             )
     return ids
 
@@ -186,20 +186,19 @@ def _stripped_stop(said: Completion, written: int, retokenised: bool, vocabulary
     if at in vocabulary.stop_ids:
         return int(at)
     if at is not None:
-        raise Failed(
-            f"it stopped at {one_line(repr(at))}, which is none of the stop tokens {list(vocabulary.stop_ids)}"
-        )
+        shown = one_line(repr(at), said.secrets)
+        raise Failed(f"it stopped at {shown}, which is none of the stop tokens {list(vocabulary.stop_ids)}")
     if not retokenised and said.completion_tokens == written:
         raise Failed("finish_reason stop, and no stop token among the tokens")
     return vocabulary.usual_stop
 
 
-def error_text(body: Any) -> str:
-    """The message of an error in any known form."""
+def error_text(body: Any, secrets: Collection[str] = ()) -> str:
+    """The message of an error in any known form, as `one_line` shows it."""
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and body.get(key):
-            return error_text(body[key])
-    return one_line(body if isinstance(body, str) else repr(body))
+            return error_text(body[key], secrets)
+    return one_line(body if isinstance(body, str) else repr(body), secrets)
 
 
 def _token_ids(choice: dict[str, Any]) -> tuple[list[Any] | None, bool]:
@@ -220,8 +219,10 @@ def _token_ids(choice: dict[str, Any]) -> tuple[list[Any] | None, bool]:
     return None, False
 
 
-def one_line(text: str, length: int = 200) -> str:
-    """A server's text on one line, without unprintable characters; "..." marks a cut."""
+def one_line(text: str, secrets: Collection[str] = (), length: int = 200) -> str:
+    """A server's text on one line, without unprintable characters; "***" stands for a secret, "..." marks a cut."""
+    for secret in secrets:
+        text = text.replace(secret, "***")
     start = text[: 10 * length]
     words = "".join(character for character in " ".join(start.split()) if character.isprintable())
     return words if len(words) <= length and len(start) == len(text) else words[:length] + "..."

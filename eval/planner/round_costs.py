@@ -120,6 +120,8 @@ def family(tree: TreeSection) -> str:
         parts.append(f"paths {tree.static_paths}")
     if tree.policy == "c2t":
         parts.append(tree.c2t.model_dump_json(exclude={"beta"}))
+    if tree.draw == "sampled":
+        parts.append("drawn")
     if tree.vocab_size is not None:
         parts.append(f"{tree.vocab_size} tokens")
     return ", ".join(parts)

@@ -14,15 +14,16 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.models.chat import FINGERPRINT_COVERS, reads_pictures, with_pictures
 from draftsmith.models.prompt import Prompt, RenderError
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, first_invalid
 from draftsmith.recipes.files.json_text import json_object
 from draftsmith.recipes.held_out import validation_rank
 from draftsmith.recipes.prompts.picture_parts import pictures_of
@@ -31,6 +32,8 @@ from draftsmith.recipes.schema import Recipe
 EVERYONE = ""  # contender name of answers in conversations: they serve all contenders
 # Keys that identify a target.
 IDENTITY = ("tokenizer_fingerprint", "embedding_digest", "vision_digest", "adapter", "quantization", "guidance")
+# What unusable JSON raises where it is read.
+UNUSABLE = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,27 @@ class Recording:
         return (answer for answers in self.answers.values() for answer in answers)
 
 
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class _Picture(BaseModel):
+    path: str
+    sha256: str | None = None
+
+
+class _Line(BaseModel):
+    """A line of generations.jsonl, as far as it is read; and a turn of a conversation."""
+
+    contender: str
+    benchmark: str
+    category: str | None
+    conversation_id: str
+    turn: int
+    prompt_token_ids: Tokens
+    token_ids: Tokens
+    pictures: list[_Picture] = []
+
+
 def read_answers(
     path: Path,
     limit: int | None = None,
@@ -120,9 +144,11 @@ def read_answers(
             place = f"{path}:{number}"
             try:
                 contender, answers, identity = _answers_of(json_object(line), place, drawn or sampling)
+            except ValidationError as error:
+                raise UserError(f"eval.answers: {place}: {first_invalid(error)}") from None
             except ValueError as error:
                 raise UserError(f"eval.answers: {place}: {error}") from None
-            except (KeyError, TypeError, AttributeError):
+            except UNUSABLE:
                 raise UserError(
                     f"eval.answers: {place}: neither a line of generations.jsonl nor a regenerated conversation with "
                     "the token ids of its turns"
@@ -160,11 +186,11 @@ def kept_for_validation(path: Path, most: int, of: int = 5) -> set[str]:
     ids = set()
     with path.open("rb") as file:
         for line in file:
-            with suppress(ValueError, KeyError, TypeError):  # `read_answers` reports it
-                record = json_object(line)
-                if any(len(turn["output_token_ids"]) > 1 for turn in record["turns"]):  # a single token trains nothing
-                    ids.add(record["id"])
-    return set(heapq.nsmallest(min(most, len(ids) // of), ids, key=validation_rank))
+            with suppress(UserError, *UNUSABLE):  # `read_answers` reports it
+                _, answers, _ = _answers_of(json_object(line), str(path), None)
+                if any(len(answer.tokens) > 1 for answer in answers):  # a single token trains nothing
+                    ids.add((validation_rank(answers[0].conversation_id), answers[0].conversation_id))
+    return {each for _, each in heapq.nsmallest(min(most, len(ids) // of), ids)}
 
 
 def not_trained_on(recipe: Recipe, path: Path) -> tuple[set[str] | None, str]:
@@ -214,28 +240,33 @@ def errors_naming(key: str) -> Iterator[None]:
 def _answers_of(
     record: dict[str, Any], place: str, sampling: Sampling | None
 ) -> tuple[str, list[RecordedAnswer], dict[str, Any]]:
-    """(contender, answers, target identity) of a line. Raises KeyError, TypeError or ValueError if it is unusable."""
-    if "contender" in record:
-        tokens, whose = (record["prompt_token_ids"], record["token_ids"]), (record["benchmark"], record["category"])
-        turn = record["conversation_id"], record["turn"]
-        answer = RecordedAnswer(*tokens, sampling, *whose, *turn, place, _named(record.get("pictures", [])))
-        return record["contender"], [answer], {}
-    generator, meta = record.get("generator", {}), record.get("meta") or {}
-    sampling = None
-    if generator.get("temperature") is not None:
-        sampling = Sampling(generator["temperature"], generator.get("top_p", 1.0), generator.get("top_k", 0))
-    # All pictures of the conversation: a turn's prompt shows as many as it has placeholders.
-    pictures = _named(pictures_of(record.get("messages", [])))
-    about = sampling, meta.get("benchmark") or "", meta.get("category"), record["id"]
-    answers = [
-        RecordedAnswer(turn["prompt_token_ids"], turn["output_token_ids"], *about, number, place, pictures)
-        for number, turn in enumerate(record["turns"], start=1)
-    ]
-    return EVERYONE, answers, _known(generator)
-
-
-def _named(pictures: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
-    return [{key: each[key] for key in ("path", "sha256") if key in each} for each in pictures]
+    """(contender, answers, target identity) of a line. Raises UserError or one of UNUSABLE if it is unusable."""
+    lines, identity = [record], dict[str, Any]()
+    if "contender" not in record:
+        generator, meta = record.get("generator", {}), record.get("meta") or {}
+        if not generator.get("lossless", True):
+            raise _not_lossless(place)
+        identity, sampling = _known(generator), None
+        if generator.get("temperature") is not None:
+            sampling = Sampling(generator["temperature"], generator.get("top_p", 1.0), generator.get("top_k", 0))
+        benchmark, category = (  # a user's own labels can be anything
+            label if isinstance(label := meta.get(key), str) else None for key in ("benchmark", "category")
+        )
+        about = {"contender": EVERYONE, "benchmark": benchmark or "", "category": category}
+        # All pictures of the conversation: a turn's prompt shows as many as it has placeholders.
+        about |= {"conversation_id": record["id"], "pictures": pictures_of(record.get("messages", []))}
+        lines = [
+            about
+            | {"turn": number, "prompt_token_ids": turn["prompt_token_ids"], "token_ids": turn["output_token_ids"]}
+            for number, turn in enumerate(record["turns"], start=1)
+        ]
+    answers = []
+    for line in (_Line.model_validate(each, strict=True) for each in lines):
+        tokens, whose = (line.prompt_token_ids, line.token_ids), (line.benchmark, line.category)
+        pictures = [picture.model_dump(exclude_none=True) for picture in line.pictures]
+        turn = line.conversation_id, line.turn
+        answers.append(RecordedAnswer(*tokens, sampling, *whose, *turn, place, pictures))
+    return lines[0]["contender"], answers, identity
 
 
 def other_sampling(answers: Iterable[RecordedAnswer], here: Sampling) -> str | None:
@@ -250,13 +281,20 @@ def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any], set[str]]:
     """The sampling settings and the target of the answers, and the contenders with a rule that is not lossless
     (`accept.Acceptance`), from acceptance.json beside a generations.jsonl. Replay would count wrong tokens of the
     latter as right."""
+    beside = path.parent / "acceptance.json"
     try:
-        content = json_object((path.parent / "acceptance.json").read_bytes())
+        content = json_object(beside.read_bytes())
         sampling = Sampling(content["temperature"], content["top_p"], content["top_k"])
-        relaxed = {name for name, row in content["contenders"].items() if not row["lossless"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        # Files from before there were other rules do not name theirs.
+        relaxed = {name for name, row in content.get("contenders", {}).items() if not row.get("lossless", True)}
+        return sampling, _known(content.get("target_identity", {})), relaxed
+    except OSError:
         return None, {}, set()
-    return sampling, _known(content.get("target_identity", {})), relaxed
+    except UNUSABLE:
+        raise UserError(
+            f"eval.answers: {beside}: damaged, and says how the answers beside it were drawn, and of which target; run "
+            "`draftsmith evaluate` again, or move it away"
+        ) from None
 
 
 def _known(identity: dict[str, Any]) -> dict[str, Any]:

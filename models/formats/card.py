@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,13 @@ TAG = "draftsmith"  # tells exports from other repositories of the Hub
 PICTURE = "acceptance.png"
 KEY = "acceptance_by_position"
 MERGED = "MERGED_TARGET"  # how serve commands name a target that has to be merged with its adapter first
+# Licences that bind models made with a model's outputs, by what tells the family in its name (CodeGemma is Gemma, too).
+BINDING = {
+    r"\b(code)?llama-?\d": (
+        "the Llama community licence asks that models trained with a Llama's outputs be called Llama and carry it"
+    ),
+    "gemma": "Gemma's terms of use bind models trained with Gemma's outputs",
+}
 
 
 def read_measurement(path: Path, source: Source) -> dict[str, Any] | None:
@@ -138,6 +146,7 @@ def card(
         kind=kind_text(shape),
         target_name=name,
         target_link=f"[{name}](https://huggingface.co/{name})" if is_hub else f"`{name}`",
+        licence_warning=next((words for family, words in BINDING.items() if re.search(family, name.lower())), None),
         before_serving=before_serving(source, name),
         facts={fact: value for fact, value in facts.items() if value},
         measured=measured,

@@ -125,6 +125,9 @@ def run(main: Callable[[], None], many_processes: bool = False) -> None:
     """
     _quiet_third_parties()
     sys.argv[1:] = map(placed, sys.argv[1:])  # shells expand `~` only where a word begins
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the end
     for stream in (sys.stdout, sys.stderr):  # a terminal without some character shows its number
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

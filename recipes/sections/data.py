@@ -30,7 +30,7 @@ def server_url(text: str) -> str:
             "holds a user name or password; put the key into an environment variable and set "
             "data.generator.api_key_env to its name"
         )
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or parts.port == 0:
         raise ValueError("must be like http://host:8000/v1")
     return text.strip().rstrip("/").removesuffix("/v1") + "/v1"
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
+from werkzeug import Response
 
 from draftsmith.data_gen.server_client import client as server_client
 from draftsmith.data_gen.server_client import generator as server_generator
@@ -72,6 +73,7 @@ def test_text_and_tokens_that_agree_well_enough(tokenizer: PreTrainedTokenizerBa
         ({"token_ids": [], "finish_reason": "length"}, "the answer is empty"),
         ({"token_ids": [7, 5000]}, "5000 is none of the target's 320"),
         ({"token_ids": [-1]}, "-1 is none of the target's"),
+        ({"token_ids": [None]}, "None is none of the target's"),
         ({"token_ids": [7], "text": "something else"}, "another model"),
         ({"text": "cat \ud800"}, "half a character"),
         ({"text": "cat", "prompt_token_ids": [1, 2]}, "another prompt"),
@@ -424,7 +426,8 @@ def test_urls() -> None:
     urls = ["http://a:8000", "http://b:8000/v1/", " https://c/api/v1 ", "http://[::1]:8000/"]
     found = ["http://a:8000/v1", "http://b:8000/v1", "https://c/api/v1", "http://[::1]:8000/v1"]
     assert [server_url(url) for url in urls] == found
-    for wrong in ("localhost:8000", "http://me:hunter2@a/v1", "http://b?x=1", "ftp://a", "http://[::1"):
+    ports = [f"http://a:{port}/v1" for port in ("abc", "8_0", 0, 999999)]
+    for wrong in ("localhost:8000", "http://me:hunter2@a/v1", "http://b?x=1", "ftp://a", "http://[::1", *ports):
         with pytest.raises(ValueError) as error:
             server_url(wrong)
         assert "hunter2" not in str(error.value)
@@ -458,6 +461,8 @@ def test_the_key_is_not_in_what_servers_say(place: ServedPlace, monkeypatch: pyt
         raw(b'{"error": {"message": "bad key Bearer sk-verysecret"}}'), raw(b"bad key Bearer sk-verysecret"),
         raw(b'{"error": "' + b"x" * 192 + b' sk-verysecret"}', 500), raw(b" " * 1995 + b" sk-verysecret", 500),
         completion(finish_reason="sk-verysecret"), completion(stop_reason="sk-verysecret", token_ids=[7]),
+        completion(text="sk-verysecret", token_ids=[7]), completion(token_ids=["sk-verysecret"]),
+        lambda: Response(b"", "500 no sk-verysecret"),
     ]  # fmt: skip
     monkeypatch.setenv("MY_KEY", "sk-verysecret")
     place.ask(8, turns=3)
@@ -469,6 +474,19 @@ def test_the_key_is_not_in_what_servers_say(place: ServedPlace, monkeypatch: pyt
         written = place.path.read_text() + (place.rejects.read_text() if place.rejects.exists() else "")
         assert "sk-" not in printed + written and "secret" not in printed + written
         place.path.unlink()
+    with FakeServer(place.tokenizer, model="sk-verysecret") as server:
+        place.use(server, served_model="mine")
+        assert "serves ***, not mine" in place.fails()[0][0]
+
+
+@pytest.mark.parametrize("key", ["cat", "token"])
+def test_a_key_may_be_a_word_of_a_reply(place: ServedPlace, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    place.ask(8)
+    with FakeServer(place.tokenizer, key=key) as server:
+        place.use(server, api_key_env="MY_KEY")
+        place.run()
+    assert not any("retokenised" in turn for record in place.check() for turn in record["turns"])
 
 
 @pytest.mark.parametrize(("name", "value"), [("SSL_CERT_FILE", "/nope"), ("HTTPS_PROXY", "ftp://me:hunter2@x")])

@@ -139,6 +139,11 @@ def test_probes_cover_every_round_that_candidates_may_lead_to(kinds: list[int]) 
     assert {n for n in PROBED_NODES if n < most} <= nodes["tree"]  # between them, lines are short
 
 
+def test_drawn_chains_have_costs_of_their_own() -> None:
+    trees = [tree_of(policy="chain", nodes=4, draw=draw) for draw in ("likeliest", "sampled")]
+    assert [probe.draw for probe in probe_trees(trees).values()] == ["likeliest"] * 3 + ["sampled"] * 3
+
+
 class Clocked:
     """A root and a child: 2 s to read what was committed, 5 more for a prompt, 50 more until it has settled; 3 s for
     drafting."""

@@ -309,14 +309,25 @@ def test_everyone_has_its_own_generations_or_plain_decoding_s(tmp_path: Path) ->
         read_answers(path).of("eagle", "plain decoding")
 
 
+NO_TOKENS: tuple[Any, ...] = (None, "a", {}, [], [[1]], [-1], [1.0], [float("nan")], [True])
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("{", "malformed JSON"),
         ({"id": "x", "messages": []}, "neither a line of generations"),
         ({"id": "x", "turns": ["How?", "Why?"]}, "neither a line of generations"),
-        ({"contender": "e"}, "neither a line of generations"),
+        ({"id": "x", "turns": []}, "neither a line of generations"),
+        ({"contender": "e"}, "benchmark is missing"),
+        (generation_line("e", "x", [6]) | {"contender": ["e"]}, r"contender is \['e'\]: "),
+        (conversation(0) | {"id": 1}, "conversation_id is 1: "),
+        (conversation(0) | {"messages": [{"content": [{"type": "image", "path": 1}]}]}, "pictures.0.path is 1: "),
         (conversation(0, temperature=-1.0), "temperature"),
+        (conversation(0, temperature=10**400), "neither a line of generations"),
+        (conversation(0, lossless=False), "written by an acceptance rule"),
+        *((generation_line("e", "x", tokens), r"token_ids\b.* is ") for tokens in NO_TOKENS),
+        *((generation_line("e", "x", [6]) | {"prompt_token_ids": each}, "prompt_token_ids") for each in NO_TOKENS),
     ],
 )
 def test_lines_that_cannot_be_replayed_are_named(tmp_path: Path, line: Any, message: str) -> None:
@@ -325,6 +336,27 @@ def test_lines_that_cannot_be_replayed_are_named(tmp_path: Path, line: Any, mess
         read_answers(path)
     with pytest.raises(UserError, match="holds no answer"):
         read_answers(write_lines(tmp_path / "empty.jsonl"))
+
+
+def test_labels_of_users_may_be_anything(tmp_path: Path) -> None:
+    lines = [conversation(i) | {"meta": {"benchmark": label, "category": label}} for i, label in enumerate((["x"], 1))]
+    answers = read_answers(write_lines(tmp_path / "c.jsonl", *lines)).of("x", "y")
+    assert [(answer.benchmark, answer.category) for answer in answers] == [("", None)] * 4
+
+
+def test_what_lies_beside_answers_is_checked(tmp_path: Path) -> None:
+    """A row without `lossless` is an exact rule's, and takes nothing from what the file says of the target."""
+    path, beside = write_lines(tmp_path / "g.jsonl", generation_line("e", "x", [6])), tmp_path / "acceptance.json"
+    said = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "target_identity": {"adapter": "a"}, "contenders": {"e": {}}}
+    beside.write_text(json.dumps(said))
+    recording = read_answers(path)
+    assert [answer.sampling for answer in recording] == [Sampling(0.5, 0.9, 3)]
+    assert [identity["adapter"] for _, identity in recording.identities] == ["a"]
+    wrong = ({"contenders": []}, {"contenders": {"e": 1}}, {"target_identity": []}, {"temperature": "x"})
+    for text in ("{", *(json.dumps(said | each) for each in wrong)):
+        beside.write_text(text)
+        with pytest.raises(UserError, match=r"acceptance\.json: damaged"):
+            read_answers(path)
 
 
 def test_kept_for_validation_is_what_training_keeps(tmp_path: Path, target_dir: Path) -> None:
@@ -341,7 +373,8 @@ def test_kept_for_validation_is_what_training_keeps(tmp_path: Path, target_dir: 
         kept = kept_for_validation(path, most)
         assert kept == {row.id for row in validation} and len(kept) == (5 if most == 5 else 7)
         assert not kept & {row.id for row in training}
-    write_lines(path, *reversed(lines))
+    unusable = [{"id": "x", "turns": []}, *(conversation(41) | {"id": each} for each in (1, "\ud800"))]
+    write_lines(path, *reversed(lines), *unusable)
     assert kept_for_validation(path, 64) == kept > kept_for_validation(path, 5)
     assert kept_for_validation(path, 0) == set()
 

@@ -233,7 +233,11 @@ def test_a_saved_drafter_drafts_the_same(kind: str, loaded: tuple[Target, dict[s
         # A module of these sizes would take minutes.
         ("eagle3", False, {"num_layers": 1_000_000}, r"1,000,000 layers, .*; its weights are 15 tensors"),
         ("eagle3", False, {"intermediate_size": 10**9}, "up to 1,000,000,000 wide; its weights are .* up to 320 wide"),
-        ("eagle3", False, {"num_key_value_heads": 0}, "modulo by zero"),
+        ("eagle3", False, {"num_key_value_heads": 0}, "num_key_value_heads: 0 is less than 1"),
+        ("eagle3", False, {"num_layers": -1}, "num_layers: -1 is less than 1"),
+        ("eagle3", False, {"rms_norm_eps": float("nan")}, "rms_norm_eps: nan is not a number above 0"),
+        ("eagle3", False, {"embedding_scale": -1.0}, "embedding_scale: -1.0 is not a number above 0"),
+        ("eagle3", False, {"capture_layers": [-1, 2, 3]}, "capture_layers: .* has a negative layer"),
         ("eagle3", False, {"hidden_act": "/etc/passwd"}, "hidden_act is '/etc/passwd'"),
         ("eagle3", False, {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "not finite"),
         ("eagle3", False, {"vocab_size": None}, "vocab_size is None"),

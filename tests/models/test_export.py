@@ -309,6 +309,19 @@ def test_a_card_has_what_was_measured_with_these_weights(
     assert not (out / "speculation_profile.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *(("Llama-3.1-8B-Instruct", "the Llama community licence"), ("CodeLlama-7b-hf", "the Llama community licence")),
+        *(("gemma-2-2b-it", "Gemma's terms of use"), ("TinyLlama-1.1B", None), ("llava-1.5-7b-hf", None)),
+    ],
+)
+def test_a_card_tells_a_licence_that_binds_the_drafter(name: str, said: str | None, home: Path) -> None:
+    source = source_of("eagle3", home)
+    text = cards.card(replace(source, target=source.target | {"model": f"org/{name}"}), [], None, "x", True, None, None)
+    assert (f"> **Licence**: {said}" in text) if said else "Licence" not in text
+
+
 def test_a_plan_comes_before_the_training(run_dir: Path, call: Call) -> None:
     words = "recipe.yaml", "output_dir=new", "--plan"
     said = call(*words, "export.to=sglang")

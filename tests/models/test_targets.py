@@ -29,7 +29,7 @@ from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.formats.eagle_format import eagle_config, read_config
 from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target
-from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_files import SIZES, TargetFiles
 from draftsmith.models.target_session import behind
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -487,6 +487,17 @@ def test_a_target_with_a_rotation_that_cannot_be_is_refused_from_its_config(tmp_
         with pytest.raises(UserError, match=reason):
             Eagle3Config.for_target(files.config, 320, (1, 2, 3), 320)
             _ = files.size
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # whose keys have other names
+@pytest.mark.parametrize("key", SIZES)
+def test_a_target_with_a_size_that_cannot_be_is_refused_from_its_config(family: str, key: str, tmp_path: Path) -> None:
+    config = make_config(family)
+    name = config.attribute_map.get(key, key)
+    for size in (0, -config.num_attention_heads):  # which divides
+        (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {name: size}))
+        with pytest.raises(UserError, match=rf"the config.json of .* has .*{name}"):
+            _ = TargetFiles(TargetSection(model=str(tmp_path))).config
 
 
 def test_a_drafter_takes_the_rotation_of_full_attention() -> None:

@@ -186,6 +186,13 @@ def test_a_reader_who_goes_away_is_no_defect() -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_stream_that_is_closed_takes_nothing_and_is_no_defect(closed: str) -> None:
+    script = "import sys; from draftsmith.recipes.command.cli import run; run(lambda: print(sys.stderr.isatty()))"
+    command = ["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, script]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 0
+
+
 # Progress bars.
 
 

@@ -150,7 +150,12 @@ LAUGHS = "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for
     [
         ("output_dir: [1\ntarget: {}\n", "recipe.yaml:2: not valid YAML"),
         ("", "`output_dir` is missing"),
-        (SMALLEST + "train: {seed: 2024-13-45}\n", "month must be"),
+        (SMALLEST + "train:\n  seed: 2024-13-45\n", "recipe.yaml:5: not valid YAML: '2024-13-45' cannot be read"),
+        (SMALLEST + "train: {seed: !!bool maybe}\n", "recipe.yaml:4: not valid YAML: 'maybe' cannot be read as bool"),
+        (SMALLEST + f"train: {{seed: 0x{'f' * 5000}}}\n", f"'0x{'f' * 97}... cannot be read as int"),
+        (SMALLEST + f"train: {{epochs: 1:{'59:' * 3000}0.5}}\n", "recipe.yaml:4: not valid YAML: '1:59"),
+        (SMALLEST + 'train: "\\UFFFFFFFF"\n', "a value that is not what it seems"),
+        (SMALLEST + "".join(f"k{i}: 1\n" for i in range(90)), "recipe.yaml: and 40 more"),
         (SMALLEST + "train: &a {seed: *a}\n", "not valid YAML: nested too deeply, or an alias"),
         (SMALLEST + "train: !!python/object:os.system {}\n", "recipe.yaml:4: not valid YAML"),
         (SMALLEST + LAUGHS, "not valid YAML: more than 10,000 values"),
@@ -158,12 +163,19 @@ LAUGHS = "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for
         (SMALLEST + "#" * 100_000, "recipe.yaml: too long for a recipe, which has at most 60,000 characters"),
         (f"output_dir: {'x' * 5000}\ntarget: {{model: org/name}}\n", "File name too long"),
     ],
-    ids=range(9),
+    ids=range(14),
 )
 def test_not_a_recipe(write, text, expected):
     problems = problems_of(write(text))
     assert any(expected in problem for problem in problems), problems
-    assert sum(map(len, problems)) < 3000
+    assert sum(map(len, problems)) < 10_000
+
+
+def test_numbers_of_thousands_of_digits_in_overrides(write):
+    also = "eval.also=[{name: a}]"
+    problems = problems_of(write(SMALLEST), also, f"eval.also.{'9' * 5000}.name=x", f"train.seed=0x{'f' * 5000}")
+    for said, problem in zip(("a list of 1, it has no `999", "cannot be read as int"), problems, strict=True):
+        assert said in problem and len(problem) < 600
 
 
 def test_recipe_file_that_cannot_be_read(tmp_path: Path):
@@ -382,6 +394,31 @@ def test_vicuna_template_writes_the_published_format_and_marks_what_the_model_wr
     ids, marked = render_marked(tokenizer, messages[:2])
     assert tokenizer.decode([i for i, m in zip(ids, marked, strict=True) if m]) == " World</s>"
     assert ids[: marked.index(True)] == render_prompt(tokenizer, messages[:1])
+
+
+DECODING_ROWS = [
+    *("plain decoding", "plain decoding, int8 target", "eagle3.1, chain of 4", "prompt lookup", "sam"),
+    *("sam + eagle3.1, router", "sam + eagle3.1, fused", "hierarchy", "eagle3.1, int8 target"),
+]
+
+
+@pytest.mark.slow
+def test_decoding_demo_runs_on_a_drafter_of_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    short = [
+        *(f"output_dir={tmp_path / 'demo'}", "data.max_prompts=8", "data.generator.max_new_tokens=24"),
+        *("drafter.vocab_size=64", "train.max_steps=2", "train.warmup_steps=1", "train.eval_replay=0"),
+        "train.validation_conversations=1",
+    ]
+    for script in (regenerate, rank_vocab, TRAINED_BY["eagle3"]):
+        run_main(script, "recipes/demo.yaml", *short)
+    lean = "eval.max_prompts=1", "eval.max_new_tokens=24", f"eval.drafter={tmp_path / 'demo/drafter'}"
+    run_main(acceptance, "recipes/demo-decoding.yaml", f"eval.out={tmp_path / 'decoded'}", *lean)
+    rows = json.loads((tmp_path / "decoded/acceptance.json").read_text())["contenders"]
+    assert list(rows) == DECODING_ROWS
+    assert all(row["matches_target"] for name, row in rows.items() if "int8" not in name)
+    assert rows["hierarchy"]["inner_tau"] >= 1 and rows["sam"]["answers"] == 4  # one question, three turns
+    assert (tmp_path / "decoded/report.html").exists()
 
 
 def test_readmes_table_has_the_rows_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from draftsmith.models.target import Target, default_capture_layers
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -382,6 +383,41 @@ def test_the_best_checkpoint_is_kept_and_its_drafter_saved(
     assert kept_steps() == [8] and drafter_is_of(output, 8)
 
 
+def test_a_run_that_ends_before_a_replay_is_done_makes_up_for_it(
+    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the replay of step 2; SIGTERM in steps 4 and 6, the last one. No step is done twice."""
+    own = (*REPLAY, "train.keep_best=replay_tau", "train.save_every_steps=2", "train.keep_checkpoints=1")
+    whole = train(recipe_path, *own, f"output_dir={shutil.copytree(tmp_path / 'run', tmp_path / 'whole')}")
+    replayed, step, output = Loop.replayed, Loop._step, tmp_path / "run"
+    done, replays = list[int](), list[int]()
+
+    def replayed_but_once(self: Loop) -> dict[str, Any]:
+        replays.append(done[-1])
+        if len(replays) == 1:
+            raise SystemExit
+        return replayed(self)
+
+    def step_with_sigterm(self: Loop, number: int) -> tuple[float, float, bool]:
+        done.append(number + 1)
+        return *step(self, number)[:2], number + 1 in (4, 6)
+
+    monkeypatch.setattr(Loop, "replayed", replayed_but_once)
+    monkeypatch.setattr(Loop, "_step", step_with_sigterm)
+    with pytest.raises(SystemExit):
+        train(recipe_path, *own)
+    for last in (2, 4, 6):
+        assert step_of(list_checkpoints(output / "checkpoints")[-1]) == last
+        assert last not in [line["step"] for line in metrics(output)] and not (output / "drafter").exists()
+        train(recipe_path, *own)
+    assert done == [1, 2, 3, 4, 5, 6] and replays == [2, 2, 4, 6]
+    assert metrics(output) == metrics(whole) and "replay_tau" in metrics(output)[-1]
+    assert {path.name for path in (output / "checkpoints").iterdir()} == {
+        path.name for path in (whole / "checkpoints").iterdir()
+    }
+    assert file_digest(output / "drafter/model.safetensors") == file_digest(whole / "drafter/model.safetensors")
+
+
 # A profile, and the meter of throughput.
 
 
@@ -443,8 +479,12 @@ def test_only_the_low_rank_matrices_learn_and_the_run_resumes(recipe_path: Path,
     train(recipe_path, *settings)
     again = weights(run / "drafter")
     assert all(torch.equal(again[name], tensor) for name, tensor in after.items()) and metrics(run) == straight
-    with pytest.raises(UserError, match=r"drafter\.lora\.alpha: the checkpoint has 4\.0, this run has 8\.0"):
-        train(recipe_path, *settings[::2], "drafter.lora={r: 2, alpha: 8}", "train.max_steps=7")
+    for changed, named in (
+        ("drafter.lora={r: 2, alpha: 8}", r"drafter\.lora\.alpha: the checkpoint has 4\.0, this run has 8\.0"),
+        (f"drafter.init_from={run / 'drafter'}", r"drafter\.init_from: the checkpoint has '\w+', this run has '\w+'\)"),
+    ):
+        with pytest.raises(UserError, match=named):
+            train(recipe_path, *settings, changed, "train.max_steps=7")
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "poss"])

@@ -67,6 +67,7 @@ class Loop:
         profile_steps: first steps to trace; None: none.
         target_identity: the target's identity and layout, for the drafter's config.json.
         skipped: steps with a gradient that was not finite.
+        waiting: the newest checkpoint's line of metrics, until its replay is done. It is saved with the checkpoint.
         name: of the run, by which trackers find it again.
     """
 
@@ -94,6 +95,7 @@ class Loop:
         peak = self.peak_tokens_per_second
         self.meter = ThroughputMeter(self.accelerator.device, peak and peak * self.schedule.ranks)
         self.skipped, self.name = 0, uuid.uuid4().hex[:8]
+        self.waiting: dict[str, Any] | None = None
         self.trackers, self.stop_request = Trackers(self.recipe), StopRequest()
 
     def run(self) -> bool:
@@ -127,7 +129,7 @@ class Loop:
 
     def _run(self, first: int, progress: Bar, trace: torch.profiler.profile | None) -> bool:
         section = self.section
-        self.meter.start(counted_by_all(self.window.of_ranks()))
+        self._complete()  # the last run may have ended before it did
         for done in range(first + 1, self.schedule.steps + 1):
             grad_norm, lr, stop = self._step(done - 1)
             if trace is not None:
@@ -149,19 +151,20 @@ class Loop:
                 if validate:
                     line |= {f"validation_{k}": v for k, v in self.validate().items() if k not in COUNTED}
                 if replay:
-                    line |= self.replayed()
-                if self.accelerator.is_main_process:
-                    self.trackers.log(line)
-                    self.metrics.append(line)
+                    self.waiting = line
+                else:
+                    self._log(line)
                 self.window = Tally.empty(self.unroll_steps, self.accelerator.device)
                 self.meter.start()
             if save or stop:
-                self.meter.start(self._save(done))
-            if stop and not last:
+                self._save(done)
+            if stop and (replay or not last):  # without replay, which takes long
                 progress.close()
                 said = f"SIGTERM: stopped after step {done:,}, which is saved; the same command resumes from there"
                 self.accelerator.print(said)
                 return False
+            if save:
+                self._complete()
         return True
 
     def _step(self, step: int) -> tuple[float, float, bool]:
@@ -300,6 +303,11 @@ class Loop:
             rounds = self.replay.share(self.target, trainee.drafter, rank, ranks, self.states)
         return replay_metrics(gather_object(rounds))
 
+    def _log(self, line: dict[str, Any]) -> None:
+        if self.accelerator.is_main_process:
+            self.trackers.log(line)
+            self.metrics.append(line)
+
     # Checkpoints.
 
     def best(self) -> tuple[Path, float] | None:
@@ -309,26 +317,29 @@ class Loop:
             return None
         return best_of(self.checkpoints, self.metrics.values(BEST_BY[self.section.keep_best]))
 
-    def _keep(self) -> None:
-        best = self.best()
-        keep_last(self.checkpoints, self.section.keep_checkpoints, best and best[0])
-
-    def _save(self, step: int) -> dict[str, float]:
-        """Writes a checkpoint folder, whole or not at all, and removes those that need not be kept. Returns the counted
-        sums since the last line of metrics."""
+    def _save(self, step: int) -> None:
+        """Writes a checkpoint folder, whole or not at all."""
         partial, windows = checkpoint_path(self.checkpoints, step).with_suffix(".partial"), self.window.of_ranks()
-        with failing_together():
-            with disk_errors_as_user_errors(partial):
-                self.engine.save(partial)
-                if self.accelerator.is_main_process:
-                    state = {"step": step, "identity": self.identity, "windows": windows}
-                    state |= {"skipped_steps": self.skipped, "name": self.name}
-                    state |= {"micro_batches": self.schedule.read_by(step), "steps": self.schedule.steps}
-                    sync_to_disk(self.metrics.path)  # a resumed run does not write earlier lines again
-                    publish_checkpoint(partial, state)
+        with failing_together(), disk_errors_as_user_errors(partial):
+            self.engine.save(partial)
             if self.accelerator.is_main_process:
-                self._keep()
-        return counted_by_all(windows)
+                state = {"step": step, "identity": self.identity, "windows": windows, "waiting": self.waiting}
+                state |= {"skipped_steps": self.skipped, "name": self.name}
+                state |= {"micro_batches": self.schedule.read_by(step), "steps": self.schedule.steps}
+                sync_to_disk(self.metrics.path)  # a resumed run does not write earlier lines again
+                publish_checkpoint(partial, state)
+
+    def _complete(self) -> None:
+        """What follows a checkpoint: the replay that its line of metrics waits for, the removal of checkpoints that
+        need not be kept, and a new start of the meter."""
+        if self.waiting is not None:
+            self._log(self.waiting | (self.replayed() if self.replay is not None else {}))
+            self.waiting = None
+        with failing_together():
+            if self.accelerator.is_main_process:
+                best = self.best()
+                keep_last(self.checkpoints, self.section.keep_checkpoints, best and best[0])
+        self.meter.start(counted_by_all(self.window.of_ranks()))
 
     def _resume(self) -> int:
         """Loads the last whole checkpoint, if there is one, and returns the number of steps done."""
@@ -352,11 +363,13 @@ class Loop:
             self.engine.start(last)
             self.skipped, self.name = state["skipped_steps"], state["name"]
             self.window.restore(state["windows"], self.accelerator)
+            self.waiting = state.get("waiting")
             self.accelerator.print(f"resumed from {last}")
             if note := self.schedule.jump(step, state["steps"]):
                 self.accelerator.print(note)
         if main:
             self.metrics.drop_after(step)
             self.trackers.start(step, self.name)
-            self._keep()  # the last run may have been killed before it did
+        if any(gather_object([main and step in self.metrics.values("step")])):
+            self.waiting = None
         return step
