@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import (
@@ -34,6 +35,7 @@ from draftsmith.models.picture_prompts import PictureProcessor
 from draftsmith.models.quantize import check_quantization, precision_name, quantize_layers
 from draftsmith.models.target import Target, decoder_layers, device_name, tensor_digest
 from draftsmith.models.target_lora import adapter_digest, merged
+from draftsmith.models.target_trials import scale_without_weights
 from draftsmith.models.turn_ends import stop_ids
 from draftsmith.models.vision import is_vision_language
 from draftsmith.recipes.command.launch import note_crowd
@@ -123,19 +125,22 @@ class TargetFiles:
 
     def skeleton(self) -> Any:
         """The model on torch's meta device; None for what is no causal LM, which `load` will say."""
-        try:
-            with torch.device("meta"):
-                config = copy.deepcopy(self.config)  # building a model writes into it
-                return auto_class(config).from_config(config, trust_remote_code=self.section.trust_remote_code)
-        except ValueError:
-            return None
+        with suppress(ValueError), torch.device("meta"):
+            return self._built()
+
+    def _built(self) -> Any:
+        config = copy.deepcopy(self.config)  # building a model writes into it
+        return auto_class(config).from_config(config, trust_remote_code=self.section.trust_remote_code)
 
     @property
     def planned_embedding_scale(self) -> float:
-        """`Target.embedding_scale` as the config tells it, for checks before any weight is read."""
-        config = self.text_config
-        usual = config.hidden_size**0.5 if config.model_type.startswith("gemma") else 1.0
-        return getattr(config, "embedding_multiplier", usual)
+        """`Target.embedding_scale`, before any weight is read; 1 for what is no causal LM."""
+        try:
+            with init_empty_weights(include_buffers=False):
+                model = self._built()
+        except ValueError:
+            return 1.0
+        return scale_without_weights(model, decoder_layers(model)[0])
 
     def check_precision(self, device: str | None = None) -> None:
         """`quantize.check_quantization` of target.quantization, before any weight is read."""

@@ -7,7 +7,7 @@ Shapes: Q queries, K keys.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +18,7 @@ from draftsmith.models.alignment import Documents
 from draftsmith.models.document_attention import is_possible
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.families import AttentionKinds, attention_kinds
+from draftsmith.models.vision import EndOfForward
 from draftsmith.recipes.errors import UserError, first_line
 
 if TYPE_CHECKING:
@@ -137,6 +138,23 @@ def embedding_scales(target: "Target") -> tuple[float, float]:
     rows = target.embedding_table[ids[0]]
     scale = _constant_ratio(captured[0][0], rows)
     return scale, scale / _constant_ratio(target.embedding(ids[0]), rows)
+
+
+def scale_without_weights(model: Any, first_layer: nn.Module) -> float:
+    """The first of `embedding_scales` for a model whose parameters, but not buffers, are on the meta device."""
+    embedding, read = model.get_input_embeddings(), []
+    ids = torch.arange(8)[None]
+    rows = torch.randn(8, embedding.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    embedding.weight = nn.Parameter(rows, requires_grad=False)
+
+    def stop(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+        read.append(args[0] if args else kwargs["hidden_states"])
+        raise EndOfForward
+
+    first_layer.register_forward_pre_hook(stop, with_kwargs=True)
+    with suppress(EndOfForward, *DECODER_ERRORS):  # errors: it reads other parameters first
+        model.get_decoder()(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    return _constant_ratio((read or [embedding(ids)])[0][0], rows)
 
 
 def _constant_ratio(scaled: torch.Tensor, rows: torch.Tensor) -> float:

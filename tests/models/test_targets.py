@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, DynamicCache
+from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache
 
 from draftsmith.data_gen.answers.generators import GenerationSettings
 from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer
@@ -137,6 +137,13 @@ def test_states_and_embeddings_are_those_of_output_hidden_states(name: str, tmp_
     target.model.config.save_pretrained(tmp_path)
     for scale in (target.embedding_scale, TargetFiles(TargetSection(model=str(tmp_path))).planned_embedding_scale):
         assert scale == pytest.approx(SCALES.get(name, 1.0), rel=1e-5)
+
+
+def test_the_scale_is_found_without_weights_whatever_key_asks_for_it(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = CONFIG_MAPPING["afmoe"](hidden_size=64, num_hidden_layers=2, vocab_size=300, mup_enabled=True, **heads)
+    config.save_pretrained(tmp_path)
+    assert TargetFiles(TargetSection(model=str(tmp_path))).planned_embedding_scale == 8
 
 
 @everywhere
