@@ -336,8 +336,7 @@ def decode_stream(
         (key, answer), each as it ends.
 
     Raises:
-        ValueError: an empty prompt, no tokens to write, more tokens than the verifier has positions, or draws for only
-            some of the requests.
+        ValueError: no rows, or more tokens than the verifier has positions.
     """
     if rows < 1:
         raise ValueError("decoding needs one row or more")

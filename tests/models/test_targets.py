@@ -140,9 +140,10 @@ def test_states_and_embeddings_are_those_of_output_hidden_states(name: str, tmp_
 
 
 def test_the_scale_is_found_without_weights_whatever_key_asks_for_it(tmp_path: Path) -> None:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    config = CONFIG_MAPPING["afmoe"](hidden_size=64, num_hidden_layers=2, vocab_size=300, mup_enabled=True, **heads)
-    config.save_pretrained(tmp_path)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    own: dict[str, Any] = {"vocab_size": 300, "head_dim": 16, "mup_enabled": True}
+    kind: Any = CONFIG_MAPPING["afmoe"]
+    kind(**sizes, **own).save_pretrained(tmp_path)
     assert TargetFiles(TargetSection(model=str(tmp_path))).planned_embedding_scale == 8
 
 
