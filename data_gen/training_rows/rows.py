@@ -44,9 +44,8 @@ from draftsmith.models.chat import (
     tokenizer_fingerprint,
     with_pictures,
 )
-from draftsmith.models.context_limits import bounded_rows, longest_row
 from draftsmith.models.prompt import Insert, Prompt
-from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_files import TargetFiles, bounded_rows, longest_row
 from draftsmith.models.turn_ends import is_blank, turn_ends
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import made_by, require_files

@@ -14,9 +14,8 @@ from draftsmith.data_gen.training_rows.rows import training_rows
 from draftsmith.data_gen.vocabulary.corpus_reader import ANSWERS, Tokeniser, check_sources, files_of
 from draftsmith.data_gen.vocabulary.template_tokens import template_tokens
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
-from draftsmith.models.context_limits import longest_row
 from draftsmith.models.formats.named_drafters import with_start
-from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_files import TargetFiles, longest_row
 from draftsmith.models.vocab import (
     CorpusCounts,
     DraftVocab,

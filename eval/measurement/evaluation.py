@@ -30,13 +30,12 @@ from draftsmith.eval.report_page.files import (
 )
 from draftsmith.models.chat import decode_answer
 from draftsmith.models.checkpoint import precision_note, weight_bytes
-from draftsmith.models.context_limits import longest_row, no_room
 from draftsmith.models.costs import plan_decoding
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.target import device_name
-from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_files import TargetFiles, longest_row, no_room
 from draftsmith.models.turn_ends import answer_notes
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines

@@ -23,13 +23,12 @@ from draftsmith.data_gen.states.store import length_of, taught_tokens
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.replay.replay import pass_tokens, replay_bytes
 from draftsmith.models.alignment import Columns, Run
-from draftsmith.models.context_limits import longest_row
 from draftsmith.models.costs import Device, Meter, TargetSize, attention_shapes, target_forward_bytes
 from draftsmith.models.drafter_base import DrafterConfig, FrozenHead
 from draftsmith.models.drafters import build_drafter, trainable_parameters
 from draftsmith.models.families import scaled_logits
 from draftsmith.models.target import Target
-from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_files import TargetFiles, longest_row
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.eval import CHAINS

@@ -9,7 +9,6 @@ from draftsmith.data_gen.states.store import taught_tokens
 from draftsmith.data_gen.states.stored_target import stored_bytes
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.checkpoint import shape_of_run
-from draftsmith.models.context_limits import bounded_rows
 from draftsmith.models.costs import (
     checkpoint_bytes,
     device_here,
@@ -21,7 +20,7 @@ from draftsmith.models.costs import (
     plan_memory,
     shared_out,
 )
-from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_files import TargetFiles, bounded_rows
 from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.plan import PlanLines, plural

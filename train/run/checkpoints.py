@@ -23,9 +23,8 @@ from safetensors import SafetensorError
 
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.checkpoint import current_folder, differences
-from draftsmith.models.context_limits import longest_row
 from draftsmith.models.drafter_base import DrafterConfig
-from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_files import TargetFiles, longest_row
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import sync_to_disk
 from draftsmith.recipes.files.digest import file_digest
