@@ -56,7 +56,6 @@ class TargetSize:
     parameters: int  # shared ones (tied embeddings) once
     expert_parameters: int
     active_parameters: int  # read for one token: chosen experts only, no embeddings, no vision part
-    head_parameters: int  # V * H
     weight_bytes: float
     weight_basis: str  # the source of weight_bytes, as text
     dtype: torch.dtype  # of activations
@@ -106,7 +105,6 @@ def target_size(config: Any, section: TargetSection) -> TargetSize:
         parameters=parameters,
         expert_parameters=experts,
         active_parameters=parameters - vision - shared - unread,
-        head_parameters=head.numel(),
         weight_bytes=weight_bytes,
         weight_basis=basis,
         dtype=dtype,

@@ -60,8 +60,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 class TargetFiles:
     """The target of a recipe's section. Each file is read when it is first asked for, and once.
 
-    All raise UserError where there is no such target, or none that can be used here. A draft model has the tokenizer of
-    the target that it drafts for, `large`.
+    All raise UserError where there is no such target, or none that can be used here. Models beside a target
+    (draft models, and itself in another precision) have its tokenizer: `large`.
     """
 
     def __init__(self, section: TargetSection, large: "TargetFiles | None" = None):

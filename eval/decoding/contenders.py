@@ -5,6 +5,7 @@ be wrong with contenders before weights are loaded. `loaded_proposer` then makes
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -97,9 +98,10 @@ def describe(contender: Contender) -> dict[str, Any]:
         shape[own] = getattr(tree, own).model_dump()
     if tree.policy in ("chain", "svip", "static"):
         shape["draw"] = tree.draw
+    drafter, small = contender.drafter, contender.draft_model
     described = {
         "proposer": contender.proposer,
-        "drafter": contender.model,
+        "drafter": str(drafter) if drafter is not None else small and small.model,
         "tree": shape,
         "lossless": contender.relaxed is None,
     }
@@ -107,10 +109,10 @@ def describe(contender: Contender) -> dict[str, Any]:
         described["sam"] = contender.sam.model_dump()
     if contender.router is not None:
         described["router"] = contender.router.model_dump()
-    if contender.proposer == "hierarchy" and contender.draft_model is not None:
+    if contender.proposer == "hierarchy":
         described["hierarchy"] = {
-            "draft_model": contender.draft_model.model,
-            "quantization": precision_name(contender.draft_model.quantization),
+            "draft_model": contender.small.model,
+            "quantization": precision_name(contender.small.quantization),
             "min_draft_length": contender.min_draft_length,
         }
     if contender.quantization is not None:
@@ -211,8 +213,8 @@ def check_contenders(recipe: Recipe, files: TargetFiles, contenders: Sequence[Co
                 for raised in error.problems:
                     short = raised.removeprefix("target.") if key == "eval.quantization" else raised
                     problem = f"eval.{short}" if short.startswith(("tree.", "draft_model", "quantization")) else short
-                    known = any(problem.startswith(f"{start}{end}") for start in KEYS for end in ".: ")
-                    places.setdefault(problem if known else f"{key}: {problem}", []).append(contender.place)
+                    has_key = re.match(r"eval\.[\w.]+: ", problem)
+                    places.setdefault(problem if has_key else f"{key}: {problem}", []).append(contender.place)
                 return False
 
         tree, drafter = contender.tree, contender.drafter
@@ -246,13 +248,6 @@ def check_contenders(recipe: Recipe, files: TargetFiles, contenders: Sequence[Co
         print(note)
 
 
-# A contender's problem begins with one of these.
-KEYS = (
-    *("eval.drafter", "eval.tree", "eval.token_counts", "eval.sam", "eval.router", "eval.acceptance"),
-    *("eval.draft_model", "eval.quantization"),
-)
-
-
 def _placed(problem: str, places: Sequence[str]) -> str:
     """The problem at the key of the first contender that has it."""
     place, others = places[0], len(places) - 1
@@ -283,9 +278,7 @@ def loaded_proposer(models: LoadedModels, contender: Contender, sampling: Sampli
 
     Raises UserError if one of its models or files is missing, or was made for another target.
     """
-    if contender.quantization is not None:
-        own = models.in_precision(contender.quantization)
-        return loaded_proposer(own, replace(contender, quantization=None), sampling)
+    models = models.in_precision(contender.quantization)
     if contender.entry.make is not None:
         proposer = contender.entry.make(models, contender)
     else:
@@ -322,4 +315,4 @@ def loaded_identity(models: LoadedModels, contender: Contender, vocab: DraftVoca
     identity, small = drafter_identity(contender, vocab), contender.draft_model
     if small is None:
         return identity
-    return identity | {"draft_model": models.draft_model_identity(small), "target": models.identity}
+    return identity | {"draft_model": models.draft_model(small).identity, "target": models.identity}

@@ -77,13 +77,6 @@ class Contender:
         """Whether policies can grow trees from the proposer's probabilities."""
         return self.entry.drafting is not None
 
-    @property
-    def model(self) -> str | None:
-        """The drafter's directory or the small model's name; None for a proposer without a model."""
-        if self.drafter is not None:
-            return str(self.drafter)
-        return None if self.draft_model is None else self.draft_model.model
-
 
 @dataclass(frozen=True)
 class ProposerEntry:
@@ -177,8 +170,8 @@ def _looks_in(section: SamSources) -> str:
 # The table.
 
 
-def _drafter_drafting(models: LoadedModels, contender: Contender, small: TargetSection | None = None) -> Drafting:
-    drafter = models.drafter(contender.drafter_dir, small)
+def _drafter_drafting(models: LoadedModels, contender: Contender) -> Drafting:
+    drafter = models.drafter(contender.drafter_dir)
     return drafting_of(drafter, contender.cut(drafter.vocab, models.files))
 
 
@@ -193,12 +186,13 @@ def _check_hierarchy(target: TargetFiles, contender: Contender) -> None:
 
 
 def _hierarchy(models: LoadedModels, contender: Contender) -> Proposer:
-    inner = PolicyProposer(_drafter_drafting(models, contender, contender.small), policy_of(contender.tree))
-    return HierarchicalProposer(models.draft_model(contender.small), inner, contender.min_draft_length)
+    small = models.draft_model(contender.small)
+    inner = PolicyProposer(_drafter_drafting(small, contender), policy_of(contender.tree))
+    return HierarchicalProposer(small.target, inner, contender.min_draft_length)
 
 
 def _causal_lm_drafting(models: LoadedModels, contender: Contender) -> Drafting:
-    small = models.draft_model(contender.small)
+    small = models.draft_model(contender.small).target
     return CausalLMDrafting(small, contender.cut(DraftVocab.full(small.vocab_size), models.files))
 
 

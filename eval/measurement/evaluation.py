@@ -10,13 +10,11 @@ from typing import Any
 
 from draftsmith.eval.decoding.contenders import Contender, check_contenders, describe
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.decoding.lantern import warning
 from draftsmith.eval.decoding.proposers import tree_name
 from draftsmith.eval.measurement.benchmarks import PLAIN, answer_line, decode_all, plain_of, recipe_questions
 from draftsmith.eval.measurement.compared import load_all
 from draftsmith.eval.measurement.metrics import summarise_all
-from draftsmith.eval.planner.planner_command import choose_tree
-from draftsmith.eval.planner.search import candidates_of, prepared, recipe_keys
+from draftsmith.eval.planner.planning import candidates_of, choose_tree, prepared, recipe_keys
 from draftsmith.eval.replay.replay import Agreement
 from draftsmith.eval.replay.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
 from draftsmith.eval.report_page.files import (
@@ -32,6 +30,7 @@ from draftsmith.models.chat import decode_answer
 from draftsmith.models.checkpoint import precision_note, weight_bytes
 from draftsmith.models.costs import plan_decoding
 from draftsmith.models.formats.named_drafters import yet_to_import
+from draftsmith.models.image_tokens import writes_images
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.target import device_name
@@ -158,9 +157,14 @@ def precision_notes(models: LoadedModels, contenders: Sequence[Contender]) -> li
 
 
 def relaxed_notes(files: TargetFiles, contenders: Sequence[Contender]) -> list[str]:
-    """Sentences about relaxed acceptance where it makes little sense."""
-    rules = {contender.relaxed: None for contender in contenders if contender.relaxed is not None}
-    return [f"note: {note}" for note in (warning(rule, files) for rule in rules) if note]
+    """Sentences about relaxed acceptance for a target that seems to write text. A file's tokens are taken for codes."""
+    relaxed = dict.fromkeys(each.relaxed for each in contenders if each.relaxed and not writes_images(files.config))
+    return [
+        f"note: {section.rule} with {files.section.model}, which writes text: tokens give way to those with near "
+        "embeddings, which need not mean the same"
+        for section in relaxed
+        if section.neighbours == "embedding"
+    ]
 
 
 def partial_log(recipe: Recipe) -> Path:

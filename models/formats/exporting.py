@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab, read_weights, shape_of_run
 from draftsmith.models.drafter_base import DrafterConfig
-from draftsmith.models.drafters import KINDS
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.formats import eagle_format, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, ServingEngine
@@ -152,9 +151,9 @@ def write_folder(
         config = eagle_format.speculators_config(shape, stored, target["model"], target["layout"]["architectures"])
         tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     else:
-        architecture, engine_config = engine.architecture(shape), KINDS[type(shape)].engine_config
-        assert architecture is not None and engine_config is not None  # `check_engine` sees to it
-        config = engine_config(shape, architecture, stored)
+        architecture = engine.architecture(shape)
+        assert architecture is not None  # `check_engine` sees to it
+        config = eagle_format.eagle_config(shape, architecture, stored)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

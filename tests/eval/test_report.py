@@ -17,6 +17,7 @@ from draftsmith.eval.measurement.generation_log import read_generations, token_t
 from draftsmith.eval.measurement.metrics import bootstrap, summarise, summarise_all, tau
 from draftsmith.eval.report_page import figures, summary
 from draftsmith.eval.report_page import files as report_files
+from draftsmith.eval.report_page import html as report_html
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from tests.conftest import make_tokenizer
@@ -262,7 +263,7 @@ def script_lines(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> list[str
 
 
 def test_answers_show_exactly_the_recorded_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_files, "SHOWN_ANSWERS", 5)
+    monkeypatch.setattr(report_html, "SHOWN_ANSWERS", 5)
     recipe = make_recipe(tmp_path)
     results = evaluate(recipe, [("a", None, str(i), 1) for i in range(9)])
     html = page_of(recipe)
@@ -306,7 +307,7 @@ HOSTILE = [
 
 def test_hostile_texts_stay_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tokens, questions, names of contenders, benchmarks and categories, on the page and in the figures."""
-    monkeypatch.setattr(report_files, "SHOWN_ANSWERS", 2)
+    monkeypatch.setattr(report_html, "SHOWN_ANSWERS", 2)
     recipe = make_recipe(tmp_path)
     names = [f"{text}#{i}" for i, text in enumerate(HOSTILE)]
     questions = [(name, category, name, 1) for name in names for category in (name, "c")]

@@ -20,13 +20,14 @@ from draftsmith.data_gen.answers.generators import GenerationSettings
 from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.alignment import columns_of
-from draftsmith.models.causal_lm import CausalLMDrafting, load_draft_model
+from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.costs import attention_shapes, cache_bytes_per_token, target_forward_bytes, target_size
 from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.families import usable_positions
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.formats.eagle_format import eagle_config, read_config
+from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import SIZES, TargetFiles
@@ -312,7 +313,7 @@ def test_decoders_that_cannot_verify_trees_are_refused(family: str, tmp_path: Pa
         Target(model)
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=rf"^draft_model\.model: .*{reason}") as caught:
-        load_draft_model(TargetFiles(TargetSection(model=str(tmp_path))))
+        LoadedModels(TargetFiles(TargetSection(model=str(DEMO)))).draft_model(TargetSection(model=str(tmp_path)))
     assert "target.model" not in str(caught.value)
 
 
@@ -546,5 +547,6 @@ def test_learned_positions_end_and_drafting_does_not_fall_over_their_edge() -> N
 def test_loading_takes_any_number_of_layers(tmp_path: Path) -> None:
     """EAGLE-3's default capture layers, which small models are too shallow for, are not asked for."""
     make_target(num_layers=1).save_pretrained(tmp_path)
-    small = load_draft_model(TargetFiles(TargetSection(model=str(tmp_path), dtype="float32", device="cpu")))
+    files = TargetFiles(TargetSection(model=str(tmp_path), dtype="float32", device="cpu"))
+    small = files.load(capture_layers=(0,))
     assert small.num_layers == 1 and small.vocab_size == 320

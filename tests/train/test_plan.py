@@ -53,7 +53,6 @@ def test_target_size_is_the_models(family: str, settings: dict) -> None:
     size = target_size(model.config, TargetSection(model="", dtype="float32"))
     assert size.parameters == sum(p.numel() for p in model.parameters())
     assert size.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
-    assert size.head_parameters == model.get_output_embeddings().weight.numel()
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     assert size.expert_parameters == experts
     tables = 320 * 32 * (1 if settings.get("tie_word_embeddings") else 2)
