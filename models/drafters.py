@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.models import vispec
 from draftsmith.models.chain_steps import chain_steps
 from draftsmith.models.draft_tree import Drafting
 from draftsmith.models.drafter_base import Drafter, DrafterConfig, FrozenHead, Steps
@@ -14,16 +15,6 @@ from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.poss import Poss3Config, Poss3Drafter, PossConfig, PossDrafter, SpecialistsConfig
 from draftsmith.models.target import checked_capture_layers
-from draftsmith.models.vispec import (
-    Vispec3Config,
-    Vispec3Drafter,
-    VispecConfig,
-    VispecDrafter,
-    VispecPoss3Config,
-    VispecPoss3Drafter,
-    VispecPossConfig,
-    VispecPossDrafter,
-)
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.drafter import DrafterSection
@@ -52,10 +43,10 @@ KINDS: dict[type[DrafterConfig], Kind] = {
     EagleConfig: Kind(EagleDrafter, chain_steps, FeatureDrafting, _EAGLE_ENGINES),
     PossConfig: Kind(PossDrafter, chain_steps, FeatureDrafting),
     Poss3Config: Kind(Poss3Drafter, chain_steps, FeatureDrafting),
-    VispecConfig: Kind(VispecDrafter, chain_steps, FeatureDrafting),
-    Vispec3Config: Kind(Vispec3Drafter, chain_steps, FeatureDrafting),
-    VispecPossConfig: Kind(VispecPossDrafter, chain_steps, FeatureDrafting),
-    VispecPoss3Config: Kind(VispecPoss3Drafter, chain_steps, FeatureDrafting),
+    vispec.VispecConfig: Kind(vispec.VispecDrafter, chain_steps, FeatureDrafting),
+    vispec.Vispec3Config: Kind(vispec.Vispec3Drafter, chain_steps, FeatureDrafting),
+    vispec.VispecPossConfig: Kind(vispec.VispecPossDrafter, chain_steps, FeatureDrafting),
+    vispec.VispecPoss3Config: Kind(vispec.VispecPoss3Drafter, chain_steps, FeatureDrafting),
 }
 
 

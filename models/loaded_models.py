@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from draftsmith.models.blocked import block_linears
 from draftsmith.models.causal_lm import of_draft_model
 from draftsmith.models.checkpoint import load_drafter, provenance, read_drafter_config
-from draftsmith.models.costs import hardware
 from draftsmith.models.drafter_base import Drafter
+from draftsmith.models.onednn_linear import block_linears
+from draftsmith.models.sizes import hardware
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError

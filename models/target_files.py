@@ -28,12 +28,12 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from draftsmith.models.chat import attach, listed_stops, set_template, tokenizer_fingerprint
-from draftsmith.models.costs import TargetSize, target_size, torch_dtype
 from draftsmith.models.families import attention_kinds, auto_class, positions_text, rotations, usable_positions
 from draftsmith.models.guidance import GuidedTarget
 from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.picture_prompts import PictureProcessor
 from draftsmith.models.quantize import check_quantization, precision_name, quantize_layers
+from draftsmith.models.sizes import TargetSize, target_size, torch_dtype
 from draftsmith.models.target import Target, decoder_layers, device_name, tensor_digest
 from draftsmith.models.target_lora import adapter_digest, merged
 from draftsmith.models.target_trials import scale_without_weights

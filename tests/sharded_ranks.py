@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from draftsmith.models.alignment import Documents
-from draftsmith.models.costs import shared_out, target_size
+from draftsmith.models.sizes import shared_out, target_size
 from draftsmith.models.target import Target, tensor_digest
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.sections.target import TargetSection

@@ -22,9 +22,9 @@ from draftsmith.data_gen.training_rows.overlap import screen
 from draftsmith.eval.decoding.proposers import check_drafter
 from draftsmith.models.chat import RenderError, prompt_date, reads_pictures, render_prompt, template_variables
 from draftsmith.models.checkpoint import weight_bytes
-from draftsmith.models.costs import free_bytes, gigabytes, plan_decoding
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_writing_drafter, yet_to_import
+from draftsmith.models.sizes import free_bytes, gigabytes, plan_decoding
 from draftsmith.models.target_files import TargetFiles, bounded_rows, check_evaluation, longest_row, weight_digests
 from draftsmith.models.turn_ends import answer_notes
 from draftsmith.recipes.command.cli import Command

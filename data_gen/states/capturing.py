@@ -49,10 +49,10 @@ from draftsmith.data_gen.states.stored_target import (
     target_is_whole,
 )
 from draftsmith.data_gen.training_rows.rows import TrainingRow, usable_rows
-from draftsmith.models.costs import free_bytes, gigabytes
 from draftsmith.models.drafters import states_read
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.prompt import PlacedInsert
+from draftsmith.models.sizes import free_bytes, gigabytes
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import batches_by_length

@@ -57,7 +57,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.checkpoint import differences
-from draftsmith.models.costs import gigabytes
+from draftsmith.models.sizes import gigabytes
 from draftsmith.models.target_columns import columns_of_picture
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import atomic_path, atomic_write

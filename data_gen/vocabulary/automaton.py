@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.data_gen.vocabulary.corpus_reader import ANSWERS, Tokeniser, check_sources, files_of
-from draftsmith.models.costs import device_here, gigabytes, plan_memory
+from draftsmith.models.sizes import device_here, gigabytes, plan_memory
 from draftsmith.models.suffix_automaton import MOST_TOKENS, StaticAutomaton, corpus_tokens
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command

@@ -17,15 +17,7 @@ import torch
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation, check_neighbours, neighbours_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.decoding.proposers import (
-    MIN_DRAFT_LENGTH,
-    PLAIN,
-    Contender,
-    routed,
-    router_name,
-    rule_name,
-    sorted_corpus,
-)
+from draftsmith.eval.decoding.proposers import MIN_DRAFT_LENGTH, PLAIN, Contender, default_name, routed, sorted_corpus
 from draftsmith.models.c2t import check_made_for
 from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab
 from draftsmith.models.draft_tree import Drafting, Proposer
@@ -127,7 +119,7 @@ def describe(contender: Contender) -> dict[str, Any]:
 
 def named(contenders: Sequence[Contender]) -> list[Contender]:
     """Each with a name: the given one, or what drafts and its tree. Raises UserError where two have the same."""
-    result = [replace(contender, name=contender.name or _default_name(contender)) for contender in contenders]
+    result = [replace(contender, name=contender.name or default_name(contender)) for contender in contenders]
     places = {PLAIN: [PLAIN]}
     for contender in result:
         places.setdefault(contender.name, []).append(contender.place)
@@ -139,15 +131,6 @@ def named(contenders: Sequence[Contender]) -> list[Contender]:
     if problems:
         raise UserError(problems)
     return result
-
-
-def _default_name(contender: Contender) -> str:
-    name = contender.entry.name(contender)
-    if contender.quantization is not None:
-        name = f"{name}, {precision_name(contender.quantization)} target"
-    if contender.router is not None:
-        name = f"{name}, {router_name(contender.router)}"
-    return name if contender.relaxed is None else f"{name}, {rule_name(contender.relaxed)}"
 
 
 # Checks before anything large is loaded.

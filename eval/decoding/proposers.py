@@ -163,6 +163,16 @@ def rule_name(section: AcceptanceSection) -> str:
     return f"{section.rule} {bound}, k {section.k}"
 
 
+def default_name(contender: Contender) -> str:
+    """What drafts, and its tree."""
+    name = contender.entry.name(contender)
+    if contender.quantization is not None:
+        name = f"{name}, {precision_name(contender.quantization)} target"
+    if contender.router is not None:
+        name = f"{name}, {router_name(contender.router)}"
+    return name if contender.relaxed is None else f"{name}, {rule_name(contender.relaxed)}"
+
+
 def _looks_in(section: SamSources) -> str:
     return " and ".join(["dynamic"] * section.dynamic + ["static"] * (section.static is not None))
 

@@ -17,22 +17,14 @@ from draftsmith.eval.measurement.metrics import summarise_all
 from draftsmith.eval.planner.planning import candidates_of, choose_tree, prepared, recipe_keys
 from draftsmith.eval.replay.replay import Agreement
 from draftsmith.eval.replay.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
-from draftsmith.eval.report_page.files import (
-    UNDRAFTED,
-    generations_path,
-    print_table,
-    print_written,
-    read_acceptance,
-    write_acceptance,
-    write_report,
-)
+from draftsmith.eval.report_page import result_files
 from draftsmith.models.chat import decode_answer
 from draftsmith.models.checkpoint import precision_note, weight_bytes
-from draftsmith.models.costs import plan_decoding
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.image_tokens import writes_images
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.quantize import precision_name
+from draftsmith.models.sizes import plan_decoding
 from draftsmith.models.target import device_name
 from draftsmith.models.target_files import TargetFiles, longest_row, no_room
 from draftsmith.models.turn_ends import answer_notes
@@ -75,7 +67,7 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
     with alone_in(recipe.eval_out):
         rejects = Rejects(recipe.eval_out / "prompts.rejects.jsonl")
         # Pictures that have no file are stored beside the answers.
-        store = partial(store_picture, folder=generations_path(recipe).with_suffix(".pictures"))
+        store = partial(store_picture, folder=result_files.generations_path(recipe).with_suffix(".pictures"))
         asked = recipe_questions(recipe, files, rejects, store)
         for note in answer_notes(files):
             print(note)
@@ -138,15 +130,18 @@ def publish_results(
     unlike = recipe.eval.mode == "replay" or recipe.eval.temperature > 0
     own_plain = {name: plain_of(each) for each in contenders for name in (each.name, plain_of(each))}
     numbers = summarise_all(results, PLAIN, recipe.eval.seed, unlike, main, own_plain)
-    described = {plain_of(each): UNDRAFTED | {"quantization": precision_name(each.quantization)} for each in contenders}
-    described |= {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
+    described = {
+        plain_of(each): result_files.UNDRAFTED | {"quantization": precision_name(each.quantization)}
+        for each in contenders
+    }
+    described |= {PLAIN: result_files.UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
     made = how_made(recipe, models, contenders) | about  # reads whole drafters: before a file takes its place
     _replace_answers(recipe)
-    path = write_acceptance(recipe, numbers, described, main, PLAIN, made)
+    path = result_files.write_acceptance(recipe, numbers, described, main, PLAIN, made)
     for note in notes:
         print(note)
-    print_table(read_acceptance(path))
-    print_written(path, generations_path(recipe), write_report(recipe))
+    result_files.print_table(result_files.read_acceptance(path))
+    result_files.print_written(path, result_files.generations_path(recipe), result_files.write_report(recipe))
 
 
 def precision_notes(models: LoadedModels, contenders: Sequence[Contender]) -> list[str]:
@@ -169,7 +164,7 @@ def relaxed_notes(files: TargetFiles, contenders: Sequence[Contender]) -> list[s
 
 def partial_log(recipe: Recipe) -> Path:
     """generations.jsonl while it is written; behind a link, in the folder of the file that it points to."""
-    return partial_path(generations_path(recipe).resolve())
+    return partial_path(result_files.generations_path(recipe).resolve())
 
 
 def _replace_answers(recipe: Recipe) -> None:
@@ -179,7 +174,7 @@ def _replace_answers(recipe: Recipe) -> None:
     sync_to_disk(partial)
     acceptance.unlink(missing_ok=True)
     sync_to_disk(acceptance.parent, inside=False)
-    os.replace(partial, generations_path(recipe).resolve())
+    os.replace(partial, result_files.generations_path(recipe).resolve())
 
 
 def check_automatic(recipe: Recipe, files: TargetFiles, contenders: Sequence[Contender], plan: bool = False) -> None:
@@ -219,7 +214,7 @@ def with_trees_chosen_before(recipe: Recipe, contenders: Sequence[Contender]) ->
     """
     path, result, problems = recipe.eval_out / "acceptance.json", [], []
     try:
-        chosen = read_acceptance(path).get("chosen_trees", {})
+        chosen = result_files.read_acceptance(path).get("chosen_trees", {})
     except UserError:
         chosen = {}
     for contender in contenders:

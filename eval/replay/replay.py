@@ -230,6 +230,11 @@ def head_rows(vocab_size: int) -> int:
     return max(1, min(HEAD_ROWS, HEAD_BYTES // (4 * LOGITS_COPIES * vocab_size)))
 
 
+def head_bytes(vocab_size: int) -> int:
+    """Of their logits, and of what is computed from them."""
+    return 4 * LOGITS_COPIES * head_rows(vocab_size) * vocab_size
+
+
 def pass_tokens(device_type: str) -> int:
     """Most padded tokens in one pass of the target; a longer answer is read alone. On a CPU more overflow caches."""
     return 1024 if device_type == "cpu" else 16384

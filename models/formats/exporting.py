@@ -19,7 +19,7 @@ from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.formats import eagle_format, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, ServingEngine
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.foreign import EMBEDDINGS, Foreign, format_of, read_foreign, reading_scaled
+from draftsmith.models.formats.importing import EMBEDDINGS, Foreign, format_of, read_foreign, reading_scaled
 from draftsmith.models.target import tensor_digest
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
@@ -125,7 +125,7 @@ def export(
 def unscaled(source: Source) -> Source:
     """An equal drafter that reads the target's embeddings without their scale, as engines give them.
 
-    With fc_norm, no weights make up for it (`foreign.reading_scaled`); then the file gets a scaled table.
+    With fc_norm, no weights make up for it (`importing.reading_scaled`); then the file gets a scaled table.
     """
     scale = source.shape.embedding_scale
     if scale == 1:

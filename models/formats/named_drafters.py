@@ -12,7 +12,7 @@ from draftsmith.models.checkpoint import read_drafter_config
 from draftsmith.models.drafters import config_of, kind_text
 from draftsmith.models.formats import hub_push
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.foreign import format_of, import_drafter, read_for
+from draftsmith.models.formats.importing import format_of, import_drafter, read_for
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_lora import adapter_digest
 from draftsmith.recipes.errors import UserError, collecting_problems

@@ -30,7 +30,8 @@ from draftsmith.eval.measurement import benchmarks, evaluation
 from draftsmith.eval.measurement.benchmarks import PLAIN, decode_all, load_questions
 from draftsmith.eval.measurement.compared import load_all, split_overrides
 from draftsmith.eval.measurement.generation_log import read_generations
-from draftsmith.eval.report_page.files import read_acceptance
+from draftsmith.eval.report_page import result_files
+from draftsmith.eval.report_page.result_files import read_acceptance
 from draftsmith.models import loaded_models
 from draftsmith.models.chat import decode_answer, render_prompt
 from draftsmith.models.loaded_models import LoadedModels
@@ -214,7 +215,7 @@ def test_an_interrupted_run_leaves_the_older_one_whole(place: Path, tmp_path: Pa
     run_main(acceptance, *arguments)
     before = files()
     assert set(before) == {".lock", "acceptance.json", "generations.jsonl", "report.html"}
-    for owner, name in ((evaluation, "how_made"), (benchmarks, "loaded_proposer"), (evaluation, "write_acceptance")):
+    for owner, name in ((evaluation, "how_made"), (benchmarks, "loaded_proposer"), (result_files, "write_acceptance")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, interrupted)
             run_main(acceptance, *arguments, "eval.tree.nodes=4")

@@ -26,7 +26,7 @@ from draftsmith.models.formats import exporting
 from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.formats.exporting import Source, able_engines, export, facts, target_embeddings
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.foreign import read_foreign
+from draftsmith.models.formats.importing import read_foreign
 from draftsmith.recipes.command import cli
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.digest import file_digest

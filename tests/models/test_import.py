@@ -28,7 +28,7 @@ from draftsmith.models.formats.eagle_format import AUX_IDS as AUX
 from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.formats.exporting import export
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.foreign import import_drafter
+from draftsmith.models.formats.importing import import_drafter
 from draftsmith.models.formats.named_drafters import with_measured_drafters, with_start, with_writing_drafter
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError

@@ -21,7 +21,6 @@ from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.causal_lm import CausalLMDrafting
-from draftsmith.models.costs import attention_shapes, cache_bytes_per_token, target_forward_bytes, target_size
 from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.families import usable_positions
@@ -29,6 +28,7 @@ from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.formats.eagle_format import eagle_config, read_config
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import GREEDY
+from draftsmith.models.sizes import attention_shapes, cache_bytes_per_token, target_forward_bytes, target_size
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import SIZES, TargetFiles
 from draftsmith.models.target_session import behind

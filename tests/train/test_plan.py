@@ -11,7 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.models.alignment import columns_of
-from draftsmith.models.costs import (
+from draftsmith.models.drafters import drafter_shape, trainable_parameters
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.sizes import (
     Device,
     Meter,
     cache_bytes_per_token,
@@ -20,8 +22,6 @@ from draftsmith.models.costs import (
     gigabytes,
     target_size,
 )
-from draftsmith.models.drafters import drafter_shape, trainable_parameters
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
@@ -162,7 +162,7 @@ def test_adamw_needs_one_more_copy_of_the_weights_on_a_gpu_alone(
     recipe = load_recipe(write_recipe(tmp_path, target_dir), [f"data.states={tmp_path}"])
     files = TargetFiles(recipe.target)
     run = PlannedRun(recipe, files, SHAPE, files.size, [], [], Device("CPU", 10**12, True))
-    there = replace(run, device=Device("GPU", 10**12, is_cpu=False))
+    there = replace(run, device=Device("GPU", 10**12, "cuda"))
     here, elsewhere = (planned_memory(each)[measuring.UPDATE] for each in (run, there))
     assert (here, elsewhere) == (4 * run.parameters, 8 * run.parameters)
 
@@ -195,7 +195,7 @@ def test_a_plan_names_all_that_cannot_work_at_its_end(
     recipe_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     DraftVocab.full(320).save(recipe_path.parent / "run/draft_vocab.safetensors")
-    monkeypatch.setattr(planning, "device_here", lambda _: Device("NVIDIA tiny", 1_000_000, is_cpu=False))
+    monkeypatch.setattr(planning, "device_here", lambda _: Device("NVIDIA tiny", 1_000_000, "cuda"))
     with pytest.raises(UserError) as error:
         run_main(eagle3, recipe_path, "train.max_steps=null", "train.epochs=1", "train.warmup_steps=6", "--plan")
     for part in ("train.warmup_steps 6 is not shorter", "do not fit the 1.0 MB", "drafter.vocab_size asks for 160"):

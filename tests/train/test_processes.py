@@ -27,7 +27,7 @@ from accelerate.utils import DeepSpeedPlugin
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from draftsmith.models.costs import TargetSize, shared_out
+from draftsmith.models.sizes import TargetSize, shared_out
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError

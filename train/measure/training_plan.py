@@ -9,7 +9,7 @@ from draftsmith.data_gen.states.store import taught_tokens
 from draftsmith.data_gen.states.stored_target import stored_bytes
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.checkpoint import shape_of_run
-from draftsmith.models.costs import (
+from draftsmith.models.sizes import (
     checkpoint_bytes,
     device_here,
     drafter_bytes,
@@ -134,7 +134,7 @@ def _time(run: PlannedRun, steps: int, tera_flops_per_second: float | None) -> t
     flops = float(steps * section.gradient_accumulation_steps * section.batch_size * of_row)
     if tera_flops_per_second is not None:
         reached, basis = tera_flops_per_second * 1e12, f"--flops {tera_flops_per_second:g}"
-    elif run.device.is_cpu:
+    elif run.device.type == "cpu":
         dtype = torch.bfloat16 if uses_bf16(section) else torch.float32
         most = min(2048, section.batch_size * max(1, columns)), min(4096, run.files.text_config.hidden_size)
         measured = matmul_flops_per_second(*most, dtype)

@@ -17,9 +17,9 @@ from draftsmith.data_gen.states.store import length_of, taught_tokens
 from draftsmith.data_gen.states.stored_target import StoredTarget
 from draftsmith.models.chat import prompt_date
 from draftsmith.models.checkpoint import current_folder, provenance, save_drafter
-from draftsmith.models.costs import device_here
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_start
+from draftsmith.models.sizes import device_here
 from draftsmith.models.target import Target, device_name
 from draftsmith.models.target_files import TargetFiles, check_evaluation
 from draftsmith.recipes.command.cli import Command

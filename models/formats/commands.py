@@ -13,7 +13,7 @@ from draftsmith.models.formats import hub_push, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, ServingEngine
 from draftsmith.models.formats.exporting import Source, able_engines, check_engine, export, readers, source_to_train
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.foreign import format_of, import_drafter, read_for
+from draftsmith.models.formats.importing import format_of, import_drafter, read_for
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import made_by, require_files
