@@ -100,7 +100,7 @@ def labelled_contender(recipe: Recipe, files: TargetFiles, name: str | None = No
     contender = next(iter(contenders.values())) if name is None else contenders.get(name)
     if contender is None:
         problems.append(f"--contender: no contender is called {name!r}; there are {', '.join(map(repr, contenders))}")
-    elif not contender.has_distributions:
+    elif contender.entry.drafting is None:
         problems.append(f"--contender: {contender.proposer} has no distribution to compute P and H from")
     if section.draft_calls >= positions:
         problems.append(

@@ -215,7 +215,7 @@ def check_contenders(recipe: Recipe, files: TargetFiles, contenders: Sequence[Co
             collect("eval.router.static", sorted_corpus, files, contender.router)
         if contender.relaxed is not None:
             collect("eval.acceptance.neighbours", check_neighbours, contender.relaxed, files)
-        has_vocab = contender.has_distributions or contender.proposer == "hierarchy"
+        has_vocab = contender.entry.drafting is not None or contender.proposer == "hierarchy"
         if there and has_vocab and collect("eval.token_counts", vocab_of, contender, files) and known:
             vocab = vocab_of(contender, files)
             if tree.policy == "c2t":

@@ -225,7 +225,7 @@ def run_round(
     """
     began = mark()
     if proposer is None:
-        tree, calls = DraftTree.root_only([tokens[-1] for tokens in texts], verifier.device), [0] * len(texts)
+        tree, calls = DraftTree.chains([tokens[-1:] for tokens in texts], verifier.device), [0] * len(texts)
     else:
         proposer.observe(verifier.committed(texts))
         tree, calls = proposer.propose()

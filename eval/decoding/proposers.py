@@ -72,11 +72,6 @@ class Contender:
     def entry(self) -> "ProposerEntry":
         return PROPOSERS[self.proposer]
 
-    @property
-    def has_distributions(self) -> bool:
-        """Whether policies can grow trees from the proposer's probabilities."""
-        return self.entry.drafting is not None
-
 
 @dataclass(frozen=True)
 class ProposerEntry:

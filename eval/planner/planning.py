@@ -30,7 +30,6 @@ from draftsmith.eval.report_page.summary import interval, number
 from draftsmith.models.checkpoint import read_drafter_config
 from draftsmith.models.formats.named_drafters import with_measured_drafters
 from draftsmith.models.loaded_models import LoadedModels
-from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import device_name
 from draftsmith.models.target_files import TargetFiles
@@ -273,7 +272,6 @@ def _depend_on(models: LoadedModels, recipe: Recipe, contender: Contender, conte
         **{key: about[key] for key in ("device", "dtype")},
         **{key: about["made"][key] for key in ("hardware", "versions", "commit")},
         "target": models.identity,
-        "precision": precision_name(contender.quantization),
         "proposer": contender.proposer,
         "drafter": None if shape is None else {"kind": shape.kind, **shape.to_dict()},
         "draft_model": None if contender.draft_model is None else contender.draft_model.model_dump(mode="json"),
@@ -327,7 +325,7 @@ def measure(
 def main(command: Command) -> None:
     recipe = with_measured_drafters(command.recipe, command.plan)
     planned = main_contender(recipe)
-    if not planned.has_distributions:
+    if planned.entry.drafting is None:
         raise UserError(f"eval.proposer: the planner plans a drafter's trees, and {planned.proposer} has no drafter")
     if planned.quantization is not None:
         raise UserError("eval.quantization: the planner measures the recipe's own target; set target.quantization")

@@ -186,7 +186,7 @@ def test_trees_equal_their_paths_read_alone_also_beyond_the_window(name: str) ->
         path = tree.ancestors[0, deepest].nonzero().flatten()
         session.commit([len(path)], path[None])
         committed += tree.tokens[0, path].tolist()
-        single = DraftTree.root_only(some_tokens(1, 20 + seed), target.device)
+        single = DraftTree.chains([some_tokens(1, 20 + seed)], target.device)
         logits_BNV, captured = session.verify(single)
         session.commit([1])
         committed += single.tokens[0].tolist()
