@@ -245,7 +245,7 @@ def test_plain_decoding_wins_where_nothing_beats_it(
     planner.print_choice(plan)
     said = capsys.readouterr().out
     if gains:
-        assert plan.best is rows[0] and rows[0].tree == trees[0] and said.startswith("Fastest: ")
+        assert plan.best is rows[0] and rows[0].contender.tree == trees[0] and said.startswith("Fastest: ")
         assert tree_of(**yaml.safe_load(said.partition("In the recipe:")[2])["eval"]["tree"]) == trees[0]
     else:
         assert plan.best is None and rows[0].speedup < 1 and "Nothing is expected to beat plain" in said
@@ -328,4 +328,4 @@ def test_the_slow_are_dropped_as_far_as_there_is_time(
     assert plan.effort in capsys.readouterr().out
     hasty = planned(recipe_path, lineup, "eval.planner.seconds=1e-9")
     assert [len(row.rounds) for row in hasty.rows] == [2, 2, 2] and len(hasty.answers) == 2  # a first look is taken
-    assert plan.rows[2].name == hasty.rows[2].name  # the slowest
+    assert plan.rows[2].contender.name == hasty.rows[2].contender.name  # the slowest

@@ -15,7 +15,7 @@ from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.measurement import evaluation
 from draftsmith.eval.replay.recorded_answers import check_answers_before_loading, read_answers
-from draftsmith.eval.report_page import files, summary
+from draftsmith.eval.report_page import result_files, summary
 from draftsmith.models import quantize
 from draftsmith.models.checkpoint import check_identity
 from draftsmith.models.feature_drafter import FeatureDrafting
@@ -201,7 +201,7 @@ def test_rows_of_another_precision_have_their_own_plain_decoding(place: Path, tm
     settings += ["target.device=cpu"]  # where the kernels are
     recipe = load_recipe(str(place / "recipe.yaml"), settings)
     evaluation.evaluate_by_decoding(recipe, contenders_of(recipe), plan=False)
-    acceptance = files.read_acceptance(tmp_path / "acceptance.json")
+    acceptance = result_files.read_acceptance(tmp_path / "acceptance.json")
     rows = acceptance["contenders"]
     int8, fake = "plain decoding, int8 target", "plain decoding, fake int8 target"
     assert list(rows)[:3] == ["plain decoding", int8, fake]
