@@ -162,20 +162,6 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
         )
 
 
-def precision_note(directory: Path, here: dict[str, Any]) -> str | None:
-    """A sentence about a drafter that was trained on the target in another precision or otherwise guided; else None."""
-    there = read_drafter_config(directory)[1]
-    if all(there.get(key) == here.get(key) for key in ("quantization", "guidance")):
-        return None
-    said = []
-    for identity in (there, here):
-        precision, guidance = identity.get("quantization"), identity.get("guidance")
-        said.append(f"in {precision}" if precision else "unquantised")
-        if guidance:
-            said[-1] += f", guided ({guidance})"
-    return f"{directory} was trained on the states of the target {said[0]}; here it drafts for the target {said[1]}"
-
-
 def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
     """The drafter's vocabulary from model.safetensors, after a check of the file against `shape`. Reads no weights.
 

@@ -90,10 +90,9 @@ def describe(contender: Contender) -> dict[str, Any]:
         shape[own] = getattr(tree, own).model_dump()
     if tree.policy in ("chain", "svip", "static"):
         shape["draw"] = tree.draw
-    drafter, small = contender.drafter, contender.draft_model
     described = {
         "proposer": contender.proposer,
-        "drafter": str(drafter) if drafter is not None else small and small.model,
+        "drafter": contender.model,
         "tree": shape,
         "lossless": contender.relaxed is None,
     }

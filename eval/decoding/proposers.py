@@ -72,6 +72,11 @@ class Contender:
     def entry(self) -> "ProposerEntry":
         return PROPOSERS[self.proposer]
 
+    @property
+    def model(self) -> str | None:
+        """The drafter's directory or the small model's name; None for a proposer without a model."""
+        return str(self.drafter) if self.drafter is not None else self.draft_model and self.draft_model.model
+
 
 @dataclass(frozen=True)
 class ProposerEntry:

@@ -19,7 +19,7 @@ from draftsmith.eval.replay.replay import Agreement
 from draftsmith.eval.replay.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
 from draftsmith.eval.report_page import result_files
 from draftsmith.models.chat import decode_answer
-from draftsmith.models.checkpoint import precision_note, weight_bytes
+from draftsmith.models.checkpoint import read_drafter_config, weight_bytes
 from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.image_tokens import writes_images
 from draftsmith.models.loaded_models import LoadedModels
@@ -145,10 +145,21 @@ def publish_results(
 
 
 def precision_notes(models: LoadedModels, contenders: Sequence[Contender]) -> list[str]:
-    """Sentences about drafters that draft for the target in another precision than they were trained on."""
-    pairs = dict.fromkeys((c.drafter, c.quantization) for c in contenders if c.proposer == "drafter")
-    notes = (precision_note(d, models.in_precision(precision).identity) for d, precision in pairs if d is not None)
-    return [f"note: {note}" for note in notes if note is not None]
+    """Sentences about drafters trained on the target in another precision, or otherwise guided, than they draft for."""
+    notes = []
+    for drafter, wanted in dict.fromkeys((c.drafter, c.quantization) for c in contenders if c.proposer == "drafter"):
+        assert drafter is not None
+        identities, said = (read_drafter_config(drafter)[1], models.in_precision(wanted).identity), []
+        for identity in identities:
+            precision, guidance = identity.get("quantization"), identity.get("guidance")
+            said.append(f"in {precision}" if precision else "unquantised")
+            said[-1] += f", guided ({guidance})" if guidance else ""
+        if said[0] != said[1]:
+            notes.append(
+                f"note: {drafter} was trained on the states of the target {said[0]}; here it drafts for the target "
+                f"{said[1]}"
+            )
+    return notes
 
 
 def relaxed_notes(files: TargetFiles, contenders: Sequence[Contender]) -> list[str]:

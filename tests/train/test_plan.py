@@ -161,7 +161,7 @@ def test_adamw_needs_one_more_copy_of_the_weights_on_a_gpu_alone(
     monkeypatch.setattr(measuring, "dry_run", lambda *_, **__: DryRun({}, 0))
     recipe = load_recipe(write_recipe(tmp_path, target_dir), [f"data.states={tmp_path}"])
     files = TargetFiles(recipe.target)
-    run = PlannedRun(recipe, files, SHAPE, files.size, [], [], Device("CPU", 10**12, True))
+    run = PlannedRun(recipe, files, SHAPE, files.size, [], [], Device("CPU", 10**12, "cpu"))
     there = replace(run, device=Device("GPU", 10**12, "cuda"))
     here, elsewhere = (planned_memory(each)[measuring.UPDATE] for each in (run, there))
     assert (here, elsewhere) == (4 * run.parameters, 8 * run.parameters)
