@@ -154,23 +154,17 @@ def tree_name(tree: TreeSection) -> str:
     return f"{shape}, {tree.vocab_size:,} tokens" if tree.vocab_size is not None else shape
 
 
-def router_name(router: RouterSection) -> str:
-    return f"{'fused with' if router.fuse else 'routed with'} sam, {_looks_in(router)}"
-
-
-def rule_name(section: AcceptanceSection) -> str:
-    bound = f"delta {section.delta:g}" if section.rule == "lantern" else f"lambda {section.factor:g}"
-    return f"{section.rule} {bound}, k {section.k}"
-
-
 def default_name(contender: Contender) -> str:
-    """What drafts, and its tree."""
+    """What drafts, its tree, and what else is not as usual."""
     name = contender.entry.name(contender)
     if contender.quantization is not None:
         name = f"{name}, {precision_name(contender.quantization)} target"
-    if contender.router is not None:
-        name = f"{name}, {router_name(contender.router)}"
-    return name if contender.relaxed is None else f"{name}, {rule_name(contender.relaxed)}"
+    if (router := contender.router) is not None:
+        name = f"{name}, {'fused with' if router.fuse else 'routed with'} sam, {_looks_in(router)}"
+    if (relaxed := contender.relaxed) is not None:
+        bound = f"delta {relaxed.delta:g}" if relaxed.rule == "lantern" else f"lambda {relaxed.factor:g}"
+        name = f"{name}, {relaxed.rule} {bound}, k {relaxed.k}"
+    return name
 
 
 def _looks_in(section: SamSources) -> str:
