@@ -13,27 +13,28 @@ from safetensors.torch import save_file
 from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.drafter_base import Drafter, DrafterConfig
-from draftsmith.models.drafters import build_drafter, config_class
+from draftsmith.models.drafters import build_drafter
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.formats.exporting import Source
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from tests.conftest import VOCAB_SIZE, files_of, make_target, make_tokenizer
+from tests.drafter_cases import random_drafter, specialists
 
 Tensors = dict[str, torch.Tensor]
-CUT = 200  # tokens of a draft vocabulary
-# (kind, base, draft tokens or None, what its config says beyond the target's shape)
-DRAFTERS: dict[str, tuple[str, str | None, int | None, dict[str, Any]]] = {
-    "eagle3": ("eagle3", None, CUT, {}),
-    "eagle3, whole vocabulary": ("eagle3", None, None, {"num_key_value_heads": 4}),
-    "eagle3, two layers": ("eagle3", None, CUT, {"num_layers": 2}),
-    "eagle3, biases": ("eagle3", None, CUT, {"num_layers": 2, "attention_bias": True}),
-    "eagle3.1": ("eagle3", None, CUT, {"fc_norm": True, "norm_output": True, "num_key_value_heads": 1}),
-    "eagle3, normed output": ("eagle3", None, CUT, {"norm_output": True}),
-    "eagle": ("eagle", None, None, {"fc_bias": False}),
-    "eagle, biases": ("eagle", None, None, {"attention_bias": True, "num_layers": 2}),
-    "eagle, biased queries": ("eagle", None, None, {"attention_bias": True, "fc_bias": False}),
-    "poss": ("poss", "eagle", None, {"positions_per_specialist": 2, "specialists": 2}),
+CUT = 200
+# Those of `drafter_cases.random_drafter`: kind, base, what the config says of its own, tokens of a draft vocabulary.
+DRAFTERS: dict[str, tuple[str, str | None, dict[str, Any], int | None]] = {
+    "eagle3": ("eagle3", None, {}, CUT),
+    "eagle3, whole vocabulary": ("eagle3", None, {"num_key_value_heads": 4}, None),
+    "eagle3, two layers": ("eagle3", None, {"num_layers": 2}, CUT),
+    "eagle3, biases": ("eagle3", None, {"num_layers": 2, "attention_bias": True}, CUT),
+    "eagle3.1": ("eagle3", None, {"fc_norm": True, "norm_output": True, "num_key_value_heads": 1}, CUT),
+    "eagle3, normed output": ("eagle3", None, {"norm_output": True}, CUT),
+    "eagle": ("eagle", None, {"fc_bias": False}, None),
+    "eagle, biases": ("eagle", None, {"attention_bias": True, "num_layers": 2}, None),
+    "eagle, biased queries": ("eagle", None, {"attention_bias": True, "fc_bias": False}, None),
+    "poss": ("poss", "eagle", specialists(2, 2), None),
 }
 # Of a target that scales its embeddings, with an epsilon that tells them from others.
 SCALED: dict[str, Any] = {"family": "granite", "embedding_multiplier": 12.0, "rms_norm_eps": 0.3}
@@ -50,26 +51,8 @@ def target_of(**overrides: Any) -> Target:
     return _target(json.dumps(overrides, sort_keys=True))
 
 
-def drafter_named(name: str, states: tuple[int, ...] = STATES, **overrides: Any) -> FeatureDrafter:
-    """Random weights; norms, too, whose ones would hide a missing norm."""
-    kind, base, tokens, own = DRAFTERS[name]
-    target = target_of(**overrides)
-    torch.manual_seed(3)
-    vocab = DraftVocab.full(VOCAB_SIZE)
-    if tokens is not None:
-        vocab = DraftVocab(torch.randperm(VOCAB_SIZE)[:tokens].sort().values, VOCAB_SIZE)
-    shape = config_class(kind, base)
-    assert shape is not None
-    layers = states if kind == "eagle3" else (target.num_layers,)
-    own = {"intermediate_size": 24, "embedding_scale": target.embedding_scale, **own}
-    config = shape.for_target(target.config, VOCAB_SIZE, layers, vocab.size, **own)
-    drafter = build_drafter(config, vocab, target.frozen_head)
-    assert isinstance(drafter, FeatureDrafter)
-    with torch.no_grad():
-        for parameter_name, parameter in drafter.named_parameters():
-            if "norm" in parameter_name or "bias" in parameter_name:
-                parameter += 0.3 * torch.randn_like(parameter)
-    return drafter.eval().requires_grad_(False)
+def drafter_named(name: str, **overrides: Any) -> FeatureDrafter:
+    return random_drafter(target_of(**overrides), *DRAFTERS[name]).requires_grad_(False)
 
 
 def save_target(directory: Path, **overrides: Any) -> Path:

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.drafters import build_drafter, drafter_shape
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
@@ -52,11 +51,9 @@ def greedy(target: Target, prompt: Sequence[int], length: int, stop: int | None 
 
 def taught(
     target: Target, vocab: DraftVocab, prompts: Sequence[Sequence[int]] = PROMPTS, length: int = 40, steps: int = 120
-) -> Eagle3Drafter:
+) -> FeatureDrafter:
     """An EAGLE-3 drafter that learnt some of the target's greedy answers to these prompts almost by heart."""
-    torch.manual_seed(3)
-    shape = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
-    drafter = Eagle3Drafter(shape, vocab)
+    drafter = untaught("eagle3", target, vocab)
     _teach(TrainingTimeTest(drafter, 4, 1.0), target, prompts, length, steps)
     return drafter
 
@@ -130,20 +127,20 @@ def untaught(kind: str, target: Target, vocab: DraftVocab | None = None) -> Feat
 
 
 @cache
-def pair_of(family: str, draft_tokens: int | None, **overrides: Any) -> tuple[Target, Eagle3Drafter]:
-    """A target with a taught drafter, of the target's whole vocabulary or of `draft_tokens` tokens that it says."""
-    target = Target(make_target(family, **overrides))
-    return target, taught(target, vocab_said(target, draft_tokens))
+def _target(family: str, **overrides: Any) -> Target:
+    return Target(make_target(family, **overrides))
 
 
 @cache
-def pair_of_kind(kind: str, family: str, draft_tokens: int | None, **overrides: Any) -> tuple[Target, FeatureDrafter]:
-    """`pair_of` with a drafter of any of `KINDS`, taught by the kind's own losses."""
-    if kind == "eagle3":
-        return pair_of(family, draft_tokens, **overrides)
-    target, _ = pair_of(family, None, **overrides)
+def pair_of(
+    family: str, draft_tokens: int | None, kind: str = "eagle3", **overrides: Any
+) -> tuple[Target, FeatureDrafter]:
+    """A target with a drafter of one of `KINDS`, taught by the kind's own losses; of the target's whole vocabulary or
+    of `draft_tokens` tokens that it says."""
+    target = _target(family, **overrides)
     drafter = untaught(kind, target, vocab_said(target, draft_tokens))
-    _teach(trainee_of(recipe_of_kind(kind).train, drafter), target, PROMPTS, length=40, steps=60)
+    trainee = trainee_of(recipe_of_kind(kind).train, drafter)
+    _teach(trainee, target, PROMPTS, length=40, steps=120 if kind == "eagle3" else 60)
     return target, drafter
 
 
