@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.models.checkpoint import save_drafter
+from draftsmith.models.checkpoint import load_drafter, read_drafter_config, save_drafter
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.drafter_base import Drafter, DrafterConfig
 from draftsmith.models.drafters import build_drafter
@@ -73,6 +73,15 @@ def trained(directory: Path, target_dir: Path | str, drafter: Drafter, **overrid
     return Source.read(directory)
 
 
+def loaded(directory: Path) -> FeatureDrafter:
+    """The drafter of the tiny target in `directory`."""
+    target = target_of()
+    identity = files_of(target).identity_of(target)
+    drafter = load_drafter(directory, target, identity, read_drafter_config(directory)[0].capture_layers)
+    assert isinstance(drafter, FeatureDrafter)
+    return drafter
+
+
 PROMPT, CHAIN = [11, 12, 13, 14], [7, 21, 22, 23, 24]
 
 
@@ -113,7 +122,7 @@ def random_layer(prefix: str, width: int, inner: int, norms: Sequence[str], gene
     return tensors | {f"{prefix}.{norm}.weight": 1 + 0.2 * torch.randn(32, generator=generator) for norm in norms}
 
 
-def published_eagle3(directory: Path) -> Tensors:
+def published_eagle3(directory: Path, **keys: Any) -> Tensors:
     """An EAGLE-3 checkpoint as its authors publish them: their names, offsets, config keys, no rotary base."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randperm(VOCAB_SIZE, generator=generator)[:CUT].sort().values
@@ -127,7 +136,7 @@ def published_eagle3(directory: Path) -> Tensors:
     }
     own = {"architectures": ["LlamaForCausalLMEagle3"], "intermediate_size": 40, "max_position_embeddings": 2048}
     own |= {"bos_token_id": None, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "draft_vocab_size": CUT}
-    write_folder(directory, PUBLISHED | own, tensors)
+    write_folder(directory, PUBLISHED | own | keys, tensors)
     return tensors
 
 

@@ -14,10 +14,8 @@ from torch.nn import functional
 from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.measurement import evaluation
-from draftsmith.eval.replay.recorded_answers import check_answers_before_loading, read_answers
 from draftsmith.eval.report_page import files, summary
 from draftsmith.models import quantize
-from draftsmith.models.checkpoint import check_identity
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.quantize import (
     CAST_ROWS,
@@ -35,10 +33,11 @@ from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.recipes.sections.target import QuantizationSection, TargetSection
 from tests import reference
 from tests.compare_cases import place as place
-from tests.conftest import make_target, make_tokenizer
+from tests.conftest import make_target
 from tests.decoding import decode_batch
+from tests.export_cases import save_target
 from tests.pairs import PROMPTS, greedy, taught, vocab_said
-from tests.replay_cases import conversation, write_lines
+from tests.replay_cases import assert_told_apart
 from tests.report_cases import Page
 
 # What groups of 32 and both kernels divide.
@@ -49,10 +48,7 @@ FAKE = QuantizationSection(group_size=32, fake=True)
 
 @pytest.fixture(scope="module")
 def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("wide")
-    make_target(**WIDE).save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
-    return directory
+    return save_target(tmp_path_factory.mktemp("wide"), **WIDE)
 
 
 def section_of(directory: Path, **settings: Any) -> TargetSection:
@@ -134,13 +130,7 @@ def test_the_precision_is_part_of_the_target_s_identity(wide_dir: Path, tmp_path
     fake = TargetFiles(section_of(wide_dir, quantization=FAKE))
     assert fake.changes["quantization"] == "fake int4, groups of 32"
     assert {key for key in plain.identity if plain.identity[key] != quantised.identity[key]} == {"quantization"}
-    for mine, theirs in ((plain, quantised), (quantised, plain)):
-        written_by = {key: value for key, value in theirs.identity.items() if value is not None}
-        recording = read_answers(write_lines(tmp_path / "c.jsonl", conversation(0, **written_by)))
-        check_answers_before_loading(recording, theirs)
-        with pytest.raises(UserError, match=r"c\.jsonl:1: recorded from another target: quantization"):
-            check_answers_before_loading(recording, mine)
-        check_identity(tmp_path, theirs.identity, mine.identity)  # a drafter may draft for both
+    assert_told_apart(tmp_path, plain, quantised, "quantization")
 
 
 def test_what_cannot_be_quantised_is_refused_before_weights_are_read(
