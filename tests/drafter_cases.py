@@ -86,7 +86,7 @@ def small_target() -> Target:
 def random_drafter(
     target: Target, kind: str, base: str | None, own: dict[str, Any], draft_tokens: int | None, seed: int = 1
 ) -> FeatureDrafter:
-    """Random weights; norms and biases, too, whose ones and zeros would hide that one is missing.
+    """Random weights; norms, too, whose ones would hide that one is missing.
 
     `own` is what the config says beyond the target's shape; `draft_tokens` of None is the whole vocabulary.
     """
@@ -105,7 +105,7 @@ def random_drafter(
         for name, parameter in drafter.named_parameters():
             if "self_attn" in name:
                 parameter *= 2  # attention that looks at something in particular
-            if "norm" in name or "bias" in name:
+            elif "norm" in name:
                 parameter += 0.3 * torch.randn_like(parameter)
     return drafter
 
@@ -132,9 +132,9 @@ def states_of(drafter: Drafter, ids: torch.Tensor) -> tuple[torch.Tensor, torch.
     return states.captured, states.last
 
 
-def embedder_of(drafter: Drafter) -> Target:
+def embedder_of(drafter: Drafter, target: Target | None = None) -> Target:
     """The target, its embeddings scaled as the drafter's config says of it."""
-    target = copy.copy(small_target())
+    target = copy.copy(target or small_target())
     target.embedding_scale = drafter.config.embedding_scale
     return target
 
@@ -176,13 +176,18 @@ def assert_same_gradients(
 
 
 def chain_of(
-    drafter: FeatureDrafter, captured_TF: torch.Tensor, ids: list[int], column: int
+    drafter: FeatureDrafter,
+    captured_TF: torch.Tensor,
+    ids: list[int],
+    column: int,
+    target: Target | None = None,
+    cut: DraftVocab | None = None,
 ) -> tuple[FeatureDrafting, list[torch.Tensor]]:
     """Drafts the tokens behind root ids[column + 1], one by one: the drafting, and log-probabilities [Vd] after each.
 
     The columns up to the root come in two portions, as rounds deliver them.
     """
-    drafting, target = FeatureDrafting(drafter), embedder_of(drafter)
+    drafting, target = FeatureDrafting(drafter, cut), embedder_of(drafter, target)
     drafting.set_rows([], 1)
     if column > 0:
         drafting.observe(Committed(target, [ids[: column + 1]], captured_TF[None, :column], [column]))

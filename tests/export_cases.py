@@ -1,8 +1,6 @@
 """A target on disk, trained drafters of every kind for it, and a foreign folder as its publishers write it."""
 
-import copy
 import json
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,15 +9,14 @@ import torch
 from safetensors.torch import save_file
 
 from draftsmith.models.checkpoint import load_drafter, read_drafter_config, save_drafter
-from draftsmith.models.draft_tree import Committed
 from draftsmith.models.drafter_base import Drafter, DrafterConfig
 from draftsmith.models.drafters import build_drafter
-from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
+from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.formats.exporting import Source
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from tests.conftest import VOCAB_SIZE, files_of, make_target, make_tokenizer
-from tests.drafter_cases import random_drafter, specialists
+from tests.drafter_cases import chain_of, random_drafter, specialists
 
 Tensors = dict[str, torch.Tensor]
 CUT = 200
@@ -88,16 +85,8 @@ PROMPT, CHAIN = [11, 12, 13, 14], [7, 21, 22, 23, 24]
 @torch.no_grad()
 def distributions(drafter: FeatureDrafter, target: Target, cut: DraftVocab | None = None) -> torch.Tensor:
     """[5, Vd] log-probabilities of a drafter along CHAIN behind PROMPT, after each of its tokens."""
-    captured = target.states(torch.tensor([PROMPT]), drafter.config.capture_layers).captured
-    embedder = copy.copy(target)
-    embedder.embedding_scale = drafter.config.embedding_scale
-    drafting = FeatureDrafting(drafter, cut)
-    drafting.set_rows([], 1)
-    drafting.observe(Committed(embedder, [[*PROMPT, CHAIN[0]]], captured, [len(PROMPT)]))
-    said = [drafting.root_log_probs()[0]]
-    for depth, token in enumerate(CHAIN[1:], start=1):
-        said.append(drafting.expand(torch.tensor([[depth - 1]]), torch.tensor([[token]]), depth)[0, 0])
-    return torch.stack(said)
+    captured = target.states(torch.tensor([PROMPT]), drafter.config.capture_layers).captured[0]
+    return torch.stack(chain_of(drafter, captured, [*PROMPT, *CHAIN], len(PROMPT) - 1, target, cut)[1])
 
 
 def drafted(shape: DrafterConfig, tensors: Tensors) -> torch.Tensor:
@@ -108,47 +97,26 @@ def drafted(shape: DrafterConfig, tensors: Tensors) -> torch.Tensor:
     return distributions(drafter, target)
 
 
-ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "hidden_act": "silu"}
-PUBLISHED = ATTENTION | {"hidden_size": 32, "vocab_size": VOCAB_SIZE, "model_type": "llama"}
-
-
-def random_layer(prefix: str, width: int, inner: int, norms: Sequence[str], generator: torch.Generator) -> Tensors:
-    """Tensors of a layer whose attention reads `width` numbers, and of `fc`, by their published names."""
-    shapes = {"q": (32, width), "k": (16, width), "v": (16, width), "o": (32, 32)}
-    sizes = {f"{prefix}.self_attn.{each}_proj.weight": shape for each, shape in shapes.items()}
-    sizes |= {f"{prefix}.mlp.{each}_proj.weight": (inner, 32) for each in ("gate", "up")}
-    sizes[f"{prefix}.mlp.down_proj.weight"] = (32, inner)
-    tensors = {name: 0.2 * torch.randn(*shape, generator=generator) for name, shape in sizes.items()}
-    return tensors | {f"{prefix}.{norm}.weight": 1 + 0.2 * torch.randn(32, generator=generator) for norm in norms}
+PUBLISHED = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "hidden_act": "silu"}
+PUBLISHED |= {"hidden_size": 32, "intermediate_size": 24, "vocab_size": VOCAB_SIZE, "model_type": "llama"}
 
 
 def published_eagle3(directory: Path, **keys: Any) -> Tensors:
-    """An EAGLE-3 checkpoint as its authors publish them: their names, offsets, config keys, no rotary base."""
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randperm(VOCAB_SIZE, generator=generator)[:CUT].sort().values
-    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
-    tensors = random_layer("midlayer", 64, 40, norms, generator) | {
-        "d2t": ids - torch.arange(CUT),
-        "t2d": torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill(0, ids, True),
-        "fc.weight": 0.2 * torch.randn(32, 96, generator=generator),
-        "lm_head.weight": 0.2 * torch.randn(CUT, 32, generator=generator),
-        "norm.weight": 1 + 0.2 * torch.randn(32, generator=generator),
-    }
-    own = {"architectures": ["LlamaForCausalLMEagle3"], "intermediate_size": 40, "max_position_embeddings": 2048}
+    """An EAGLE-3 checkpoint as its authors publish them: their config keys, no rotary base. Tensors have their names
+    and offsets here, too."""
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "max_position_embeddings": 2048}
     own |= {"bos_token_id": None, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "draft_vocab_size": CUT}
+    tensors = drafter_named("eagle3").state_dict()
     write_folder(directory, PUBLISHED | own | keys, tensors)
     return tensors
 
 
-def published_eagle(directory: Path, table: torch.Tensor) -> Tensors:
+def published_eagle(directory: Path) -> Tensors:
     """An EAGLE-2 checkpoint: fc with bias, one layer without its first norm, and a copy of the target's embeddings."""
-    generator = torch.Generator().manual_seed(6)
-    tensors = random_layer("layers.0", 32, 48, ["post_attention_layernorm"], generator) | {
-        "embed_tokens.weight": table.clone(),
-        "fc.weight": 0.2 * torch.randn(32, 64, generator=generator),
-        "fc.bias": 0.2 * torch.randn(32, generator=generator),
-    }
-    own = {"architectures": ["LlamaForCausalLM"], "bias": True, "intermediate_size": 48, "rope_scaling": None}
+    tensors = random_drafter(target_of(), "eagle", None, {}, None).state_dict()
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    tensors |= {"embed_tokens.weight": target_of().embedding_table.clone()}
+    own = {"architectures": ["LlamaForCausalLM"], "bias": True, "rope_scaling": None}
     write_folder(directory, PUBLISHED | own | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6}, tensors)
     return tensors
 

@@ -63,42 +63,36 @@ def _teach(
 ) -> None:
     """The target's greedy answers, all of them in every step; the drafter's weights are frozen at the end. Of all
     workers of a test run, one teaches."""
-    weights = {name: p for name, p in trainee.drafter.named_parameters() if p.requires_grad}
+    drafter = trainee.drafter
+    weights = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
     settings = {name: value for name, value in vars(trainee).items() if not name.startswith("_")}
     about = hashlib.sha256(repr((settings, prompts, length, steps)).encode())
     for tensor in (*target.model.state_dict().values(), *weights.values()):
         about.update(tensor.detach().contiguous().numpy().tobytes())
 
+    @torch.enable_grad()  # whoever asks first may be a test of decoding
     def learn(path: Path) -> None:
-        _learn(trainee, target, prompts, length, steps)
+        rows = [[*prompt, *greedy(target, prompt, length)] for prompt in prompts]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        span = torch.zeros_like(ids)
+        for b, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+            span[b, len(prompt) : len(row)] = 1
+        states, columns = target.states(ids, drafter.config.capture_layers), columns_of(span, trainee.steps)
+        teacher = teacher_of(target, states.last, ids, columns, drafter.vocab)
+        optimizer = torch.optim.AdamW(weights.values(), lr=1e-2)
+        for _ in range(steps):
+            sums = trainee(states.captured, target.inputs(ids, dtype=drafter.dtype), columns, teacher)
+            (sums.loss / sums.columns.clamp(min=1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         save_file({name: p.detach().contiguous() for name, p in weights.items()}, path)
 
     taught = load_file(built(f"{about.hexdigest()}.safetensors", learn))
     with torch.no_grad():
         for name, parameter in weights.items():
             parameter.copy_(taught[name])
-    trainee.drafter.requires_grad_(False)
-
-
-@torch.enable_grad()  # whoever asks first may be a test of decoding
-def _learn(
-    trainee: TrainingTimeTest, target: Target, prompts: Sequence[Sequence[int]], length: int, steps: int
-) -> None:
-    drafter = trainee.drafter
-    rows = [[*prompt, *greedy(target, prompt, length)] for prompt in prompts]
-    longest = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-    span = torch.zeros_like(ids)
-    for b, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-        span[b, len(prompt) : len(row)] = 1
-    states, columns = target.states(ids, drafter.config.capture_layers), columns_of(span, trainee.steps)
-    teacher = teacher_of(target, states.last, ids, columns, drafter.vocab)
-    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(steps):
-        sums = trainee(states.captured, target.inputs(ids, dtype=drafter.dtype), columns, teacher)
-        (sums.loss / sums.columns.clamp(min=1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    drafter.requires_grad_(False)
 
 
 def recipe_of_kind(kind: str, draft_tokens: int | None = None) -> Recipe:

@@ -63,14 +63,8 @@ def test_weights_are_quantised_as_by_the_slow_twin(precision: QuantizationSectio
     weight[2, :32] = 3.0  # a group without a range
     weight[3, 7] = 40.0  # an outlier
     size = 64 if precision.bits == 8 else precision.group_size
-    expected = [
-        [
-            value
-            for start in range(0, 64, size)
-            for value in reference.quantised(row[start : start + size], precision.bits)
-        ]
-        for row in weight.tolist()
-    ]
+    groups = weight.unflatten(-1, (-1, size)).tolist()
+    expected = [[value for group in row for value in reference.quantised(group, precision.bits)] for row in groups]
     assert torch.equal(fake_quantized(weight, precision), torch.tensor(expected))
     assert fake_quantized(weight.double(), precision).dtype == torch.float64
 
@@ -176,14 +170,10 @@ def test_a_machine_without_kernels_is_told_what_it_lacks(monkeypatch: pytest.Mon
 def test_rows_of_another_precision_have_their_own_plain_decoding(place: Path, tmp_path: Path, target_dir: Path) -> None:
     """From the recipe to the report; a hierarchy's small model likewise."""
     chain = {"policy": "chain", "nodes": 4}
+    small = {"model": str(target_dir), "quantization": "int8", "device": "cpu"}
+    tree = {"nodes": 6, "draft_calls": 2, "top_k": 3}
     rivals: list[dict[str, Any]] = [
-        {
-            "name": "hierarchy",
-            "proposer": "hierarchy",
-            "draft_model": {"model": str(target_dir), "quantization": "int8", "device": "cpu"},
-            "min_draft_length": 3,
-            "tree": {"nodes": 6, "draft_calls": 2, "top_k": 3},
-        },
+        {"name": "hierarchy", "proposer": "hierarchy", "draft_model": small, "min_draft_length": 3, "tree": tree},
         {"name": "eagle3, int8 target", "quantization": "int8", "tree": chain},
         {"name": "eagle3, fake target", "quantization": {"bits": 8, "fake": True}, "tree": chain},
     ]
