@@ -59,8 +59,6 @@ DEEPSEEK = {
     **{"kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
     **{"num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
-
-
 LATER = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3}
 PLAIN = ("llama", "qwen2", "qwen3", "gemma", "glm4", "smollm3", "starcoder2", "gpt_neox", "gpt2")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
