@@ -5,18 +5,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.models.checkpoint import load_drafter, read_drafter_config, save_drafter
+from draftsmith.eval.replay.recorded_answers import check_answers_before_loading, read_answers
+from draftsmith.models.checkpoint import check_identity, load_drafter, read_drafter_config, save_drafter
 from draftsmith.models.drafter_base import Drafter, DrafterConfig
 from draftsmith.models.drafters import build_drafter
 from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.formats.exporting import Source
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
 from tests.conftest import VOCAB_SIZE, files_of, make_target, make_tokenizer
 from tests.drafter_cases import chain_of, random_drafter, specialists
+from tests.replay_cases import conversation, write_lines
 
 Tensors = dict[str, torch.Tensor]
 CUT = 200
@@ -126,3 +131,14 @@ def write_folder(directory: Path, config: Any, tensors: Tensors) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
     return directory
+
+
+def assert_told_apart(folder: Path, one: TargetFiles, other: TargetFiles, by: str) -> None:
+    """Answers of one target are refused for the other, by that key; a drafter may draft for both."""
+    for mine, theirs in ((one, other), (other, one)):
+        written_by = {key: value for key, value in theirs.identity.items() if value is not None}
+        recording = read_answers(write_lines(folder / "c.jsonl", conversation(0, **written_by)))
+        check_answers_before_loading(recording, theirs)
+        with pytest.raises(UserError, match=rf"c\.jsonl:1: recorded from another target: {by}"):
+            check_answers_before_loading(recording, mine)
+        check_identity(folder, theirs.identity, mine.identity)

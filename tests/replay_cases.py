@@ -5,15 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.replay.recorded_answers import RecordedAnswer, check_answers_before_loading, read_answers
-from draftsmith.models.checkpoint import check_identity
+from draftsmith.eval.replay.recorded_answers import RecordedAnswer
 from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target
-from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.errors import UserError
 from tests.pairs import greedy
 
 SAME = ("prompt_token_ids", "token_ids", "accepted_per_round", "last_round_cut", "tree_nodes", "draft_calls")
@@ -53,14 +48,3 @@ def write_lines(path: Path, *lines: Any) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
-
-
-def assert_told_apart(folder: Path, one: TargetFiles, other: TargetFiles, by: str) -> None:
-    """Answers of one target are refused for the other, by that key; a drafter may draft for both."""
-    for mine, theirs in ((one, other), (other, one)):
-        written_by = {key: value for key, value in theirs.identity.items() if value is not None}
-        recording = read_answers(write_lines(folder / "c.jsonl", conversation(0, **written_by)))
-        check_answers_before_loading(recording, theirs)
-        with pytest.raises(UserError, match=rf"c\.jsonl:1: recorded from another target: {by}"):
-            check_answers_before_loading(recording, mine)
-        check_identity(folder, theirs.identity, mine.identity)

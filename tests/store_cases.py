@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from draftsmith.data_gen import capture as script
@@ -19,7 +20,8 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train import eagle3
-from tests.training_runs import run_main, to_train, write_recipe
+from tests.conftest import make_target, make_tokenizer
+from tests.training_runs import SIX_STEPS, run_main, to_train
 
 CONVERSATIONS = 40
 SMALL_SHARDS = ["data.capture.shard_megabytes=0.1"]  # so that few rows fill several
@@ -38,13 +40,21 @@ KINDS: dict[str, list[str]] = {
 
 
 @pytest.fixture(scope="module")
-def recipe_path(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Path:
+def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe with its target, conversations and draft vocabulary; the store's rows fill several shards."""
     folder = tmp_path_factory.mktemp("store")
-    (folder / "target").symlink_to(target_dir)
-    to_train(folder / "run", CONVERSATIONS)
-    capture = {"dtype": "float32", "shard_megabytes": 0.1, "batch_tokens": 100}
-    return write_recipe(folder, folder / "target", data={"capture": capture})
+    make_target().save_pretrained(folder / "target")
+    make_tokenizer().save_pretrained(folder / "target")
+    sections = {
+        "output_dir": str(to_train(folder / "run", CONVERSATIONS)),
+        "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
+        "data": {"capture": {"dtype": "float32", "shard_megabytes": 0.1, "batch_tokens": 100}},
+        "drafter": {"vocab_size": 160},
+        "train": SIX_STEPS,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -35,9 +35,8 @@ from tests import reference
 from tests.compare_cases import place as place
 from tests.conftest import make_target
 from tests.decoding import decode_batch
-from tests.export_cases import save_target
+from tests.export_cases import assert_told_apart, save_target
 from tests.pairs import PROMPTS, greedy, taught, vocab_said
-from tests.replay_cases import assert_told_apart
 from tests.report_cases import Page
 
 # What groups of 32 and both kernels divide.
