@@ -24,7 +24,7 @@ from tests.drafter_cases import chain_of, random_drafter, specialists
 from tests.replay_cases import conversation, write_lines
 
 Tensors = dict[str, torch.Tensor]
-CUT = 200
+CUT = 200  # tokens of a draft vocabulary
 # Those of `drafter_cases.random_drafter`: kind, base, what the config says of its own, tokens of a draft vocabulary.
 DRAFTERS: dict[str, tuple[str, str | None, dict[str, Any], int | None]] = {
     "eagle3": ("eagle3", None, {}, CUT),

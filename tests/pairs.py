@@ -98,14 +98,8 @@ def _teach(
 def recipe_of_kind(kind: str, draft_tokens: int | None = None) -> Recipe:
     """A recipe for drafters of this kind of `KINDS`, with no more of the target than a name."""
     drafter, train = KINDS[kind]
-    return Recipe.model_validate(
-        {
-            "output_dir": "runs/nowhere",
-            "target": {"model": "org/target"},
-            "drafter": drafter | {"vocab_size": draft_tokens},
-            "train": train,
-        }
-    )
+    sections = {"target": {"model": "org/target"}, "drafter": drafter | {"vocab_size": draft_tokens}, "train": train}
+    return Recipe.model_validate({"output_dir": "runs/nowhere", **sections})
 
 
 def untaught(kind: str, target: Target, vocab: DraftVocab | None = None) -> FeatureDrafter:

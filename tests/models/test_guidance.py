@@ -97,9 +97,7 @@ def test_words_alone_give_way_to_the_null_token(place: Path) -> None:
     assert ids == without_words(list(range(len(VOCABULARY))))
 
 
-def test_a_text_target_and_a_missing_null_token_are_refused(place: Path, target_dir: Path) -> None:
+def test_a_missing_null_token_is_refused(place: Path) -> None:
     guided = GuidanceSection(scale=2.0, null="<nothing>")
     with pytest.raises(UserError, match=r"target.guidance.null: .* has no token '<nothing>'"):
         _ = TargetFiles(TargetSection(model=str(place), guidance=guided)).tokenizer
-    with pytest.raises(UserError, match=r"target.guidance: .* writes text"):
-        _ = TargetFiles(TargetSection(model=str(target_dir), guidance=guided)).tokenizer

@@ -99,7 +99,6 @@ def test_what_is_no_adapter_is_refused(target_dir: Path, adapter: Path, tmp_path
         (target_dir, "pickled", "adapter_model.bin is pickled"),
         (target_dir, "json", "adapter_config.json: damaged"),
         (target_dir, "ia3", "is of type 'IA3'; only LORA"),
-        (target_dir, "nothing", "is not a folder with adapter_config"),
         (tmp_path / "tied", "head", "embeddings or the head, which are one table"),
     ):
         with pytest.raises(UserError, match=f"^target.adapter: .*{message}"):
