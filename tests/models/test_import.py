@@ -57,6 +57,7 @@ from tests.models.test_hub import checkpoint as checkpoint
 from tests.models.test_hub import files_of as contents_of
 from tests.models.test_hub import hub as hub
 from tests.thinning import a_few
+from tests.training_runs import no_dry_run as no_dry_run
 from tests.training_runs import recipe_path as recipe_path
 from tests.training_runs import run_main, train, write_recipe
 
@@ -351,6 +352,7 @@ def test_what_cannot_be_had_is_told_at_its_key(hub: FakeHub, place: Path) -> Non
     assert not list(place.glob("run/imported/foreign*"))
 
 
+@pytest.mark.usefixtures("no_dry_run")
 def test_a_foreign_drafter_is_trained_further_with_its_vocabulary(
     recipe_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -453,14 +453,14 @@ def test_a_drafter_is_trained_drafts_and_is_exported_whatever_rotation_its_targe
 def test_up_to_where_longrope_changes_nothing_depends_on_neighbours_or_drafts() -> None:
     """The longest of 32 tokens, trees that would reach beyond, and other rows beside them: each as by itself."""
     target = Target(make_target(rope_parameters=LONGROPE))
-    rows = [some_tokens(count, count) for count in (32, 20, 7)]
+    rows = [some_tokens(count, count) for count in (32, 26, 20)]
     together = target.states(torch.tensor([row + [0] * (32 - len(row)) for row in rows])).last
     for row, states in zip(rows, together, strict=True):
         torch.testing.assert_close(states[: len(row)], target.states(torch.tensor([row])).last[0], rtol=1e-4, atol=1e-4)
     changed = target.states(torch.tensor([rows[0] + [7]])).last[0, :32]  # a token more, and none is as it was
     assert (changed - together[0]).norm() > 0.1 * together[0].norm()
 
-    prompts, budgets = [row[:n] for row, n in zip(rows, (24, 20, 4), strict=True)], [8, 12, 28]
+    prompts, budgets = [row[:n] for row, n in zip(rows, (28, 24, 18), strict=True)], [4, 8, 14]
     expected = [greedy(target, prompt, budget) for prompt, budget in zip(prompts, budgets, strict=True)]
     tree = Eagle2(nodes=12, draft_calls=5, top_k=4)
     drafter = PolicyProposer(FeatureDrafting(untaught("eagle3", target)), tree)
@@ -468,8 +468,8 @@ def test_up_to_where_longrope_changes_nothing_depends_on_neighbours_or_drafts() 
     for proposer in (None, PromptLookup(6, target.device), drafter, small):
         answers = decode_batch(target, proposer, prompts, {-1}, budgets)
         assert [answer.token_ids for answer in answers] == expected
-    with pytest.raises(ValueError, match="24 prompt tokens and 9 new ones exceed the target's 32 positions"):
-        decode_batch(target, None, prompts[:1], {-1}, 9)
+    with pytest.raises(ValueError, match="28 prompt tokens and 5 new ones exceed the target's 32 positions"):
+        decode_batch(target, None, prompts[:1], {-1}, 5)
 
 
 def config_that_cannot_be() -> Iterator[tuple[str, dict[str, Any], str]]:
