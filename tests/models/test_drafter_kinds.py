@@ -40,10 +40,12 @@ def recipe_of(tmp_path: Path, target_dir: Path) -> Callable[[str], Path]:
 
     def recipe_of(kind: str) -> Path:
         drafter, own = KINDS[kind]
-        if "eagle3" in kind:  # has a head of its own
-            drafter = {"vocab_size": 160, **drafter}
         folder = tmp_path / kind.replace(" ", "-").replace(".", "-")
         to_train(folder / "run")
+        if "eagle3" in kind:  # has a head of its own
+            drafter = {"vocab_size": 160, **drafter}
+        else:
+            DraftVocab.full(320).save(folder / "run/draft_vocab.safetensors")
         train = SIX_STEPS | {"ttt_steps": 1, "feature_noise": 0.1, "clip": "value"} | own
         return write_recipe(folder, target_dir, drafter=drafter, train=train)
 
@@ -124,8 +126,7 @@ def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
         ("eagle", "wide", "vocab_size: the drafter was trained for 330, this target has 320"),
     ):
         recipe = load_recipe(recipe_of(kind), [f"drafter.init_from={tmp_path / start}"])
-        files, of_run = TargetFiles(recipe.target), DraftVocab.load(recipe.draft_vocab_path)
-        vocab = of_run if recipe.drafter.vocab_size else DraftVocab.full(320)
+        files, vocab = TargetFiles(recipe.target), DraftVocab.load(recipe.draft_vocab_path)
         with pytest.raises(UserError, match=rf"drafter\.init_from: .*{message}"):
             check_start_of_recipe(recipe, files, shape_of_run(recipe, files), vocab)
 

@@ -227,7 +227,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     save_target(tmp_path / "target")
     trained(tmp_path / "run/drafter", "target", drafter_named("eagle3"))
-    write_recipe(tmp_path, Path("target"), output_dir="run", drafter={}, export={"license": "mit"})
+    write_recipe(tmp_path, Path("target"), output_dir="run", drafter={}, train={}, export={"license": "mit"})
     return tmp_path / "run"
 
 
