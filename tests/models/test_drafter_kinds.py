@@ -123,6 +123,7 @@ def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
     trained(tmp_path / "wide", target_dir, untaught("eagle", target_of(vocab_size=330)), vocab_size=330)
     for kind, start, message in (
         ("poss over eagle3", "words", "has another draft vocabulary"),
+        ("eagle", "words", "kind eagle3, the recipe asks for eagle"),
         ("eagle", "wide", "vocab_size: the drafter was trained for 330, this target has 320"),
     ):
         recipe = load_recipe(recipe_of(kind), [f"drafter.init_from={tmp_path / start}"])
