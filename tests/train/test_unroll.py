@@ -3,7 +3,6 @@ Neither checkpointing nor how documents are laid out in rows changes anything.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
