@@ -45,6 +45,7 @@ from tests import reference
 from tests.pairs import PROMPTS, greedy, pair_of
 from tests.replay_cases import write_lines
 from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, unasked_target
+from tests.store_cases import files_of
 from tests.training_runs import run_main, write_recipe
 
 
@@ -103,10 +104,6 @@ def script(place: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str
 
 def recipe_of(place: Path, *overrides: str) -> Recipe:
     return load_recipe(place / "recipe.yaml", overrides)
-
-
-def content_of(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name != ".lock"}
 
 
 class Along(Scripted):
@@ -241,11 +238,11 @@ def test_from_answers_to_acceptance(place: Path, script: Callable[..., str], tmp
 
     assert "to train on" in script(c2t, rows, out, "--plan") and not (tmp_path / "c2t").exists()
     script(c2t, rows, out)
-    first, config = content_of(tmp_path / "c2t"), read_c2t_config(tmp_path / "c2t")
+    first, config = files_of(tmp_path / "c2t"), read_c2t_config(tmp_path / "c2t")
     assert {"config.json", "metrics.jsonl", "model.safetensors", "provenance.json", "recipe.yaml"} == set(first)
     assert config == C2tConfig(drafter=trees.about["drafter"])
     script(c2t, rows, out)
-    assert content_of(tmp_path / "c2t") == first
+    assert files_of(tmp_path / "c2t") == first
     again = f"classifier.out={tmp_path / 'again'}", f"classifier.init_from={tmp_path / 'c2t'}"
     script(c2t, rows, *again, "classifier.share=1")
     assert read_c2t_config(tmp_path / "again") == config
