@@ -63,36 +63,14 @@ def test_target_size_is_the_models(family: str, settings: dict) -> None:
 
 # Memory and operations.
 
-SHAPE = Eagle3Config(
-    hidden_size=64,
-    intermediate_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=500,
-    draft_vocab_size=300,
-    capture_layers=(2, 3, 4),
-    rms_norm_eps=1e-6,
-    max_position_embeddings=1024,
-)
+TARGET = Target(make_target(hidden_size=64, intermediate_size=128, head_dim=16, vocab_size=500))
+SHAPE = Eagle3Config.for_target(TARGET.config, 500, TARGET.capture_layers, 300)
 TOKENS, COLUMNS = 150, 100
-
-
-class SmallTarget:
-    """Head and embeddings alone."""
-
-    def __init__(self):
-        self.head = torch.nn.Linear(SHAPE.hidden_size, SHAPE.vocab_size, bias=False).requires_grad_(False)
-        self.config = None
-        self.embedding_table, self.embedding_scale = torch.randn(SHAPE.vocab_size, SHAPE.hidden_size), 1.0
-
-    logits, embed, inputs = Target.logits, Target.embed, Target.inputs
 
 
 def micro_batch(settings: TrainSection, rows: int) -> Callable[[], None]:
     """A real one, forward and backward, with one span of COLUMNS + 1 tokens at the end of each row."""
     drafter = Eagle3Drafter(SHAPE, DraftVocab(torch.arange(SHAPE.draft_vocab_size), SHAPE.vocab_size))
-    target: Any = SmallTarget()
     trainee = TrainingTimeTest(drafter, settings.ttt_steps, settings.step_weight, settings.gradient_checkpointing)
     span = torch.zeros(rows, TOKENS, dtype=torch.long)
     span[:, TOKENS - COLUMNS - 1 :] = 1
@@ -103,10 +81,9 @@ def micro_batch(settings: TrainSection, rows: int) -> Callable[[], None]:
     def loss() -> torch.Tensor:
         captured = torch.randn(rows, TOKENS, 3 * SHAPE.hidden_size)
         last = torch.randn(rows, TOKENS, SHAPE.hidden_size)
-        teacher = teacher_of(target, last, ids, counted, drafter.vocab)
+        teacher = teacher_of(TARGET, last, ids, counted, drafter.vocab)
         with torch.autocast("cpu", torch.bfloat16, enabled=settings.mixed_precision == "bf16"):
-            inputs = target.inputs(ids, dtype=drafter.dtype)
-            return trainee(captured, inputs, counted, teacher).loss
+            return trainee(captured, TARGET.inputs(ids, dtype=drafter.dtype), counted, teacher).loss
 
     return lambda: loss().backward()
 
@@ -141,16 +118,15 @@ def test_operations_of_a_row_are_those_of_a_real_step(checkpointing: bool) -> No
         return counter.get_total_flops()
 
     settings = TrainSection(ttt_steps=3, gradient_checkpointing=checkpointing, mixed_precision="no")
-    target = Target(make_target(hidden_size=64, intermediate_size=160, head_dim=16))
-    size = target_size(target.config, TargetSection(model=""))
-    unroll = row_flops(settings, SHAPE, target.config, size, True, TOKENS, COLUMNS)
+    size = target_size(TARGET.config, TargetSection(model=""))
+    unroll = row_flops(settings, SHAPE, TARGET.config, size, True, TOKENS, COLUMNS)
     step = micro_batch(settings.model_copy(update={"gradient_checkpointing": False}), 1)
     step()  # the first one of a process tries the kernels
     assert unroll == flops_of(step)
-    whole = row_flops(settings, SHAPE, target.config, size, False, TOKENS, COLUMNS)
+    whole = row_flops(settings, SHAPE, TARGET.config, size, False, TOKENS, COLUMNS)
     with sdpa_kernel(SDPBackend.MATH):
-        layers = flops_of(lambda: target.states(torch.ones(1, TOKENS, dtype=torch.long)))
-    masked = 7 * 4 * target.config.num_attention_heads * 16 * TOKENS * (TOKENS - 1) // 2
+        layers = flops_of(lambda: TARGET.states(torch.ones(1, TOKENS, dtype=torch.long)))
+    masked = 7 * 4 * TARGET.config.num_attention_heads * 16 * TOKENS * (TOKENS - 1) // 2
     assert whole - unroll == pytest.approx(layers - masked, rel=0.01)
 
 
