@@ -10,13 +10,12 @@ from typing import Any
 from pydantic import ConfigDict, model_validator
 
 from draftsmith.recipes.files.prompt_date import KeptDate
-from draftsmith.recipes.published import published_training
 from draftsmith.recipes.sections.base import ImpossibleSettings, Section, as_list
 from draftsmith.recipes.sections.data import DataSection
 from draftsmith.recipes.sections.drafter import DrafterSection
 from draftsmith.recipes.sections.eval import EvalSection, ExportSection
 from draftsmith.recipes.sections.target import TargetSection
-from draftsmith.recipes.sections.train import ClassifierSection, LabelSection, TrainSection
+from draftsmith.recipes.sections.train import ClassifierSection, LabelSection, TrainSection, published_training
 
 PICTURE_PROMPTS = "prompts.jsonl"
 

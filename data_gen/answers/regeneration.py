@@ -32,7 +32,7 @@ from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collecting_problems
-from draftsmith.recipes.prompts.picture_files import data_url, store_picture
+from draftsmith.recipes.prompts.picture_parts import data_url, store_picture
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.prompt_reader import DUPLICATE, Conversation, Rejects, questions, read_training_prompts
 from draftsmith.recipes.schema import Recipe

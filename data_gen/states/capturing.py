@@ -57,10 +57,10 @@ from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import batches_by_length
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.launch import local_rank, rank, world_size
 from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.command.progress import Bar
+from draftsmith.recipes.command.stages import made_by
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import clear_partial_files
 from draftsmith.recipes.files.lock import alone_in

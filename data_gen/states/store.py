@@ -61,8 +61,8 @@ from draftsmith.models.costs import gigabytes
 from draftsmith.models.target_columns import columns_of_picture
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import atomic_path, atomic_write
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import json_object
+from draftsmith.recipes.files.reading import file_digest
 
 MANIFEST, KIND = "manifest.json", "hidden_states"
 PLACE = ("model", "revision")  # of the target: it may be moved

@@ -28,7 +28,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import atomic_folder, atomic_path
-from draftsmith.recipes.files.digest import file_digest
+from draftsmith.recipes.files.reading import file_digest
 
 TARGET, HEAD = "target", "head.safetensors"
 PICTURES = "pictures"

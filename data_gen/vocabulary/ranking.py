@@ -29,9 +29,9 @@ from draftsmith.models.vocab import (
     write_tensors,
 )
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
+from draftsmith.recipes.command.stages import made_by, require_files
 from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.prompt_reader import Rejects

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json, whole_number
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.prompts.benchmark_prompts import benchmark_of
 from draftsmith.recipes.prompts.rejects import is_unicode
 
@@ -362,3 +362,12 @@ def is_regenerated(record: Any) -> bool:
     """Whether the record holds the token ids of its answers, as regenerate writes them."""
     turns = record.get("turns") if isinstance(record, dict) else None
     return bool(turns) and isinstance(turns, list) and isinstance(turns[0], dict) and "output_token_ids" in turns[0]
+
+
+def validation_rank(conversation_id: str) -> bytes:
+    """Validation, and the planner's predictions, keep conversations in the order of this hash, the lowest first.
+
+    It depends only on the id: however the file is sorted, cut or added to, a conversation keeps its place among
+    the others, and all its turns lie on one side.
+    """
+    return sha256(f"validation/{conversation_id}".encode()).digest()

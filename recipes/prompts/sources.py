@@ -13,10 +13,10 @@ from typing import Any
 
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.hub_fetch import check_dataset
-from draftsmith.recipes.files.input_files import DAMAGED, ending, is_packed, matching, open_bytes, open_text
 from draftsmith.recipes.files.json_text import check_depth, parse_json, too_deep
+from draftsmith.recipes.files.reading import DAMAGED, ending, is_packed, matching, open_bytes, open_text
 from draftsmith.recipes.prompts.benchmark_prompts import BENCHMARKS, benchmark_of, fetch, known_forms
-from draftsmith.recipes.prompts.picture_files import coco_pictures, seems_a_picture
+from draftsmith.recipes.prompts.picture_parts import coco_pictures, seems_a_picture
 from draftsmith.recipes.prompts.records import COLUMNS, ID_COLUMNS
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 

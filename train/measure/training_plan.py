@@ -22,9 +22,9 @@ from draftsmith.models.costs import (
     shared_out,
 )
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.plan import PlanLines, plural
+from draftsmith.recipes.command.stages import made_by
 from draftsmith.recipes.errors import collecting_problems
 from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.schema import Recipe

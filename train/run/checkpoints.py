@@ -28,8 +28,8 @@ from draftsmith.models.drafter_base import DrafterConfig
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import sync_to_disk
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.schema import Recipe
 
 MANIFEST, STATE = "manifest.json", "trainer_state.json"

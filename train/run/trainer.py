@@ -26,8 +26,8 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.launch import rank, world_size
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.train import TrainSection

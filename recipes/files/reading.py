@@ -1,7 +1,8 @@
-"""Files that users bring: named by a pattern, and packed by gzip."""
+"""Reads files that users bring: named by a pattern, packed by gzip. Their sha256."""
 
 import glob
 import gzip
+import hashlib
 import io
 import zlib
 from pathlib import Path
@@ -37,3 +38,12 @@ def open_bytes(path: str | Path) -> IO[bytes]:
 def open_text(path: str | Path, **form: Any) -> io.TextIOWrapper:
     """As `open_bytes`, decoded by the arguments of TextIOWrapper."""
     return io.TextIOWrapper(open_bytes(path), **form)
+
+
+def file_digest(path: Path) -> str:
+    """Its sha256."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
