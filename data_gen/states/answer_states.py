@@ -20,7 +20,6 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import TargetSession
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.lock import alone_in
-from draftsmith.recipes.loader import output_problem
 from draftsmith.recipes.schema import Recipe
 
 
@@ -126,8 +125,6 @@ def wanted_states(recipe: Recipe, files: TargetFiles) -> WantedStates | None:
     directory, generator = recipe.states_dir, recipe.data.generator
     if recipe.data.states is None or generator.kind != "transformers":
         return None
-    if (problem := output_problem(directory, folder=True)) is not None:
-        raise UserError(f"data.states: {problem}")
     asked = WantedStates.of(recipe, files)
     if (store := StoreManifest.read(directory)) is not None:
         print(

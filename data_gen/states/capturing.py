@@ -64,7 +64,6 @@ from draftsmith.recipes.command.stages import made_by
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import clear_partial_files
 from draftsmith.recipes.files.lock import alone_in
-from draftsmith.recipes.loader import output_problem
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 
@@ -72,8 +71,6 @@ from draftsmith.recipes.schema import Recipe
 def main(command: Command) -> None:
     recipe, leads = command.recipe, rank() == 0
     directory = recipe.states_dir
-    if (problem := output_problem(directory, folder=True)) is not None:
-        raise UserError(f"data.states: {problem}")
     files = TargetFiles(recipe.target)
     check_export(recipe, files)
     if command.plan and not leads:

@@ -32,7 +32,7 @@ from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.command.stages import made_by, require_files
-from draftsmith.recipes.errors import UserError, collecting_problems
+from draftsmith.recipes.errors import UserError, naming_problems
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.prompts.sources import hub_parts, open_dataset
@@ -116,12 +116,11 @@ def choose_vocab(recipe: Recipe, size: int, files: TargetFiles) -> None:
 
 def vocab_of_start(recipe: Recipe, files: TargetFiles) -> DraftVocab:
     """The draft vocabulary of drafter.init_from. Raises UserError for no drafter, or one for another target."""
-    start, problems = Path(recipe.drafter.init_from or ""), list[str]()
-    with collecting_problems(problems, before="drafter.init_from: "):
+    start = Path(recipe.drafter.init_from or "")
+    with naming_problems("drafter.init_from: "):
         shape, trained_for = read_drafter_config(start)
         check_identity(start, trained_for, files.identity)
         return read_drafter_vocab(start, shape)
-    raise UserError(problems)
 
 
 # Counting.

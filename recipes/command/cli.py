@@ -39,7 +39,7 @@ NOISY_LOGGERS = ("transformers", "datasets", "huggingface_hub", "torch.distribut
 # Errors of a path that the user chose: permissions, a read-only or full disk, a file in place of a folder.
 _PLACE_ERRORS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOSPC, errno.EDQUOT),
-    *(errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST),
 )
 
 

@@ -280,7 +280,7 @@ def _parquet_rows(path: str, source: str, rejects: Rejects, store: StorePicture 
                         rejects.add(source, number, f"malformed cell: {row}", None)
                     else:
                         yield number, plain_row(row, store)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # a column's name may be no text
         raise UserError(f"{path}: cannot be read as parquet: {error}") from None
 
 
