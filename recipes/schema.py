@@ -50,7 +50,8 @@ class Recipe(Section):
     training_rejects_path = RunPath("conversations.training_rejects.jsonl")  # without a training row, with the reason
     contamination_path = RunPath("contamination.jsonl")  # training conversations with questions of eval.prompts
     draft_vocab_path = RunPath("draft_vocab.safetensors")
-    token_counts_path = RunPath("token_counts.safetensors", "eval.token_counts")  # of supervised positions
+    own_counts_path = RunPath("token_counts.safetensors")  # of supervised positions, as rank-vocab writes them
+    token_counts_path = RunPath("token_counts.safetensors", "eval.token_counts")
     sam_path = RunPath("sam.safetensors", "data.sam.out")  # sorted corpus
     states_dir = RunPath("states", "data.states")
     checkpoints_dir = RunPath("checkpoints")

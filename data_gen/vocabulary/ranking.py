@@ -57,11 +57,6 @@ def main(command: Command) -> None:
             choose_vocab(recipe, size, files)
 
 
-def counts_path_of(recipe: Recipe) -> Path:
-    """The file that this run writes; eval.token_counts may name another one."""
-    return Path(recipe.output_dir) / "token_counts.safetensors"
-
-
 def print_ranking_plan(recipe: Recipe, size: int, vocab_size: int) -> None:
     sources = recipe.data.ranking.sources
     with PlanLines() as plan:
@@ -75,7 +70,7 @@ def print_ranking_plan(recipe: Recipe, size: int, vocab_size: int) -> None:
         if recipe.drafter.init_from is not None:
             chosen = f", those of {recipe.drafter.init_from}"
         plan.line("tokens", f"{size:,} of the target's {vocab_size:,}{chosen}")
-        plan.writes(recipe.draft_vocab_path, counts_path_of(recipe))
+        plan.writes(recipe.draft_vocab_path, recipe.own_counts_path)
 
 
 def choose_vocab(recipe: Recipe, size: int, files: TargetFiles) -> None:
@@ -107,7 +102,7 @@ def choose_vocab(recipe: Recipe, size: int, files: TargetFiles) -> None:
     if sources:
         metadata["corpora"] = json.dumps([corpus.facts() for corpus in corpora], ensure_ascii=False)
     done = write(recipe, vocab, metadata)
-    save_token_counts(counts_path_of(recipe), counts, files.fingerprint, stops, others, corpora if sources else ())
+    save_token_counts(recipe.own_counts_path, counts, files.fingerprint, stops, others, corpora if sources else ())
     print(
         f"{recipe.draft_vocab_path}: {done}; {vocab.size:,} of {vocab_size:,} target tokens, "
         f"{covered:.2%} of {'the blend' if len(blended) > 1 else blended[0].source} covered"

@@ -84,9 +84,7 @@ def check_output(recipe: Recipe) -> None:
 
 
 def parse_arguments(
-    doc: str | None,
-    argv: Sequence[str] | None = None,
-    extra: Callable[[argparse.ArgumentParser], object] | None = None,
+    doc: str | None, argv: Sequence[str] | None = None, extra: Callable[[argparse.ArgumentParser], object] | None = None
 ) -> Command:
     """`parse_command` without loading the recipe, for scripts that load several and report all their problems."""
     parser = argparse.ArgumentParser(

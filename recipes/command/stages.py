@@ -172,7 +172,7 @@ STAGES = {
             *(recipe.conversations_path, *_start(recipe)),
             *(Path(each.source) for each in recipe.data.ranking.sources),
         ],
-        writes=lambda recipe: [recipe.draft_vocab_path, Path(recipe.output_dir) / "token_counts.safetensors"],
+        writes=lambda recipe: [recipe.draft_vocab_path, recipe.own_counts_path],
         rewrites=False,
     ),
     "capture": Stage(

@@ -1,4 +1,4 @@
-"""Reads files that users bring: named by a pattern, packed by gzip. Their sha256."""
+"""Reads files: named by a pattern, packed by gzip, known again by their size and sha256."""
 
 import glob
 import gzip
@@ -47,3 +47,20 @@ def file_digest(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """Size and sha256 of a file that was written, for a manifest."""
+    return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+
+
+def file_problem(path: Path, entry: dict[str, Any], digest: bool = False) -> str | None:
+    """What is wrong with a file of this `file_entry`, or None. Compares its size and, with `digest`, its sha256."""
+    try:
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return f"{path}: damaged: {size:,} bytes instead of {entry['bytes']:,}"
+        if digest and file_digest(path) != entry["sha256"]:
+            return f"{path}: damaged: not what was written (its sha256 differs)"
+    except OSError as error:
+        return f"{path}: damaged: {error.strerror.lower() if error.strerror else error}"
+    return None

@@ -23,7 +23,7 @@ from typing import Any
 
 from draftsmith.recipes.files.atomic import partial_path
 from draftsmith.recipes.files.reading import open_bytes
-from draftsmith.recipes.prompts.records import COLUMNS, PATH_KEYS, Conversation, json_type
+from draftsmith.recipes.prompts.records import COLUMNS, PATH_KEYS, Conversation, json_type, parts_of
 
 PLACEHOLDER = "<image>"
 PICTURE_TYPES = ("image", "image_url", "input_image")
@@ -118,9 +118,7 @@ def _split(content: Any) -> list[dict[str, Any]]:
 
 def pictures_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The parts that are pictures, in order."""
-    contents = [message.get("content") for message in messages]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [part for part in parts if isinstance(part, dict) and part.get("type") in PICTURE_TYPES]
+    return [part for part in parts_of(messages) if part.get("type") in PICTURE_TYPES]
 
 
 def places_of(part: dict[str, Any]) -> list[Any]:

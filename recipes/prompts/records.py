@@ -69,9 +69,7 @@ class Conversation:
     @property
     def other_parts(self) -> list[dict[str, Any]]:
         """The content parts that are not text."""
-        contents = [message.get("content") for message in self.messages if isinstance(message, dict)]
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        return [part for part in parts if isinstance(part, dict) and part.get("type") != "text"]
+        return [part for part in parts_of(self.messages) if part.get("type") != "text"]
 
     @cached_property
     def pictures(self) -> list[str]:
@@ -85,6 +83,12 @@ class Conversation:
             return [part.get("sha256") or picture_digest(part["path"], folder_of(self.source)) for part in parts]
         except (ValueError, KeyError, TypeError, AttributeError):
             return [json.dumps([self.images, self.other_parts], sort_keys=True, default=str)]
+
+
+def parts_of(messages: list[Any]) -> list[dict[str, Any]]:
+    """The content parts of all messages, in order."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
 
 
 def folder_of(source: str) -> Path:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.data_gen.states.store import taught_tokens
-from draftsmith.data_gen.states.stored_target import stored_bytes
+from draftsmith.data_gen.states.stored_target import HEAD
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.checkpoint import shape_of_run
 from draftsmith.models.context_limits import bounded_rows
@@ -78,7 +78,8 @@ def _read(plan: PlanLines, recipe: Recipe, files: TargetFiles, processes: int) -
         plan.line("rejected", rejects.summary())
     if store is not None:
         plan.line("states", store.summary())
-        size = replace(size, weight_bytes=stored_bytes(store), weight_basis="its head and embeddings, exact")
+        head = store.manifest.files[HEAD]["bytes"]
+        size = replace(size, weight_bytes=head, weight_basis="its head and embeddings, exact")
     if recipe.train.shard_target:
         size = shared_out(size, processes)
     run = PlannedRun(recipe, files, shape, size, rows, validation_rows, device_here(recipe.target.device), processes)
