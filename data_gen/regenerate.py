@@ -20,8 +20,7 @@ that training reads (docs/training.md).
 import sys
 
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.inputs import made_by, require_files
-from draftsmith.recipes.command.stages import print_next
+from draftsmith.recipes.command.stages import made_by, print_next, require_files
 from draftsmith.recipes.errors import UserError
 
 

@@ -8,7 +8,7 @@ the drafter if there is one. `eval.measurement.metrics` defines the numbers.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.inputs import require_files
+from draftsmith.recipes.command.stages import require_files
 
 
 def main() -> None:

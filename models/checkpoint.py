@@ -36,8 +36,8 @@ from draftsmith.models.vision import is_vision_language
 from draftsmith.models.vocab import DraftVocab, sort_metadata
 from draftsmith.recipes.errors import UserError, first_invalid, first_line, quoted
 from draftsmith.recipes.files.atomic import atomic_folder, current_folder
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import json_object
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.schema import Recipe
 
 

@@ -30,7 +30,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, always_inside, fill_text, load_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import current_folder
-from draftsmith.recipes.files.digest import file_digest
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.eval import ContenderSection, SamSection, TreeSection
 

@@ -34,8 +34,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vision import is_vision_language
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.picture_files import data_url
-from draftsmith.recipes.prompts.picture_parts import pictures_of
+from draftsmith.recipes.prompts.picture_parts import data_url, pictures_of
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.prompt_reader import Rejects, questions, read_conversations
 from draftsmith.recipes.prompts.sources import StorePicture, short_names

@@ -33,7 +33,7 @@ from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import partial_path, sync_to_disk
 from draftsmith.recipes.files.lock import alone_in
-from draftsmith.recipes.prompts.picture_files import store_picture
+from draftsmith.recipes.prompts.picture_parts import store_picture
 from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.eval import TreeSection

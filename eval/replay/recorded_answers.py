@@ -25,8 +25,8 @@ from draftsmith.models.sampling import Sampling
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError, first_invalid
 from draftsmith.recipes.files.json_text import json_object
-from draftsmith.recipes.held_out import validation_rank
 from draftsmith.recipes.prompts.picture_parts import pictures_of
+from draftsmith.recipes.prompts.records import validation_rank
 from draftsmith.recipes.schema import Recipe
 
 EVERYONE = ""  # contender name of answers in conversations: they serve all contenders

@@ -121,7 +121,7 @@ def _answer(record: dict[str, Any], sources: Sequence[str]) -> dict[str, Any]:
 def _thumbnail(named: dict[str, str]) -> dict[str, Any]:
     """A small copy of a picture as a data URL; or `problem`: why it cannot be shown."""
     # Pillow, only where it is needed.
-    from draftsmith.recipes.prompts.picture_files import data_url
+    from draftsmith.recipes.prompts.picture_parts import data_url
     from draftsmith.recipes.prompts.pictures import UnusablePicture, read_picture
 
     try:

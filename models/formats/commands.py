@@ -16,8 +16,8 @@ from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.importing import format_of, import_drafter, read_for
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.plan import PlanLines
+from draftsmith.recipes.command.stages import made_by, require_files
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import current_folder
 from draftsmith.recipes.schema import Recipe

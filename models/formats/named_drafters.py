@@ -17,8 +17,8 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_lora import adapter_digest
 from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.files.atomic import current_folder
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.target import TargetSection
 

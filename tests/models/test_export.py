@@ -29,7 +29,7 @@ from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.importing import read_foreign
 from draftsmith.recipes.command import cli
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.digest import file_digest
+from draftsmith.recipes.files.reading import file_digest
 from tests.conftest import make_tokenizer
 from tests.export_cases import DRAFTERS, Tensors, drafter_named, save_target, target_of, trained, write_folder
 from tests.report_cases import MADE, MAIN, evaluate, make_recipe

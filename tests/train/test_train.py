@@ -27,8 +27,8 @@ from draftsmith.models.target import Target, default_capture_layers
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.sections.drafter import LoraSection

@@ -73,11 +73,6 @@ class Tally:
         }
 
 
-def counted_by_all(of_ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The counted sums over all ranks, from `Tally.of_ranks`."""
-    return {key: sum(sums[key] for sums in of_ranks) for key in COUNTED}
-
-
 class ThroughputMeter:
     """Measures speed, waiting and memory between two lines. It is started with the first step and after every reading.
     `peak_tokens_per_second` is that of all processes' devices together; None: no mfu."""

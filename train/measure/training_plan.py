@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.data_gen.states.store import taught_tokens
-from draftsmith.data_gen.states.stored_target import stored_bytes
+from draftsmith.data_gen.states.stored_target import HEAD
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.checkpoint import shape_of_run
 from draftsmith.models.sizes import (
@@ -21,9 +21,9 @@ from draftsmith.models.sizes import (
     shared_out,
 )
 from draftsmith.models.target_files import TargetFiles, bounded_rows
-from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.plan import PlanLines, plural
+from draftsmith.recipes.command.stages import made_by
 from draftsmith.recipes.errors import collecting_problems
 from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.schema import Recipe
@@ -77,7 +77,8 @@ def _read(plan: PlanLines, recipe: Recipe, files: TargetFiles, processes: int) -
         plan.line("rejected", rejects.summary())
     if store is not None:
         plan.line("states", store.summary())
-        size = replace(size, weight_bytes=stored_bytes(store), weight_basis="its head and embeddings, exact")
+        head = store.manifest.files[HEAD]["bytes"]
+        size = replace(size, weight_bytes=head, weight_basis="its head and embeddings, exact")
     if recipe.train.shard_target:
         size = shared_out(size, processes)
     run = PlannedRun(recipe, files, shape, size, rows, validation_rows, device_here(recipe.target.device), processes)

@@ -1,4 +1,4 @@
-"""The static automaton of a corpus, behind data_gen/build_sam.py."""
+"""Sorts a corpus into the static automaton of SAM-Decoding, behind data_gen/build_sam.py."""
 
 import hashlib
 from pathlib import Path
@@ -27,7 +27,7 @@ def main(command: Command) -> None:
     recipe = command.recipe
     files = TargetFiles(recipe.target)
     if command.plan:
-        print_automaton_plan(recipe, files.text_config.vocab_size)
+        print_sorting_plan(recipe, files.text_config.vocab_size)
     else:
         with alone_in(recipe.sam_path.parent):
             sort_corpus(recipe, files)
@@ -43,7 +43,7 @@ def sources_of(recipe: Recipe, look: bool) -> list[RankingSource]:
     return [answers if source.source == ANSWERS else source for source in named]
 
 
-def print_automaton_plan(recipe: Recipe, vocab_size: int) -> None:
+def print_sorting_plan(recipe: Recipe, vocab_size: int) -> None:
     total = 0
     with PlanLines() as plan:
         for section in sources_of(recipe, look=False):
