@@ -34,6 +34,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, six_steps: Path, target_dir:
     (folder / "small.yaml").write_text(SMALLEST)
     (folder / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
     (folder / "taken").touch()
+    (folder / "blank.jsonl").write_text("\n \n")
+    for name in ("not-packed.jsonl.gz", "packed.parquet.gz"):
+        shutil.copy(folder / "prompts.jsonl", folder / name)
     for name in ("folder", "written", "empty"):
         (folder / name).mkdir()
     shutil.copy(folder / "prompts.jsonl", folder / "written/conversations.jsonl")
