@@ -157,6 +157,14 @@ def test_unusable_pictures_are_rejected(place: Place) -> None:
     assert {key: reason.split(":")[0] for key, reason in place.reasons().items()} == {k: v[0] for k, v in bad.items()}
 
 
+def test_answers_are_sampled_unless_the_recipe_says_otherwise(place: Place) -> None:
+    """The target's own temperature, 0.01, is not used."""
+    place.write_prompts(some_prompts(place)[0])
+    assert "temperature 1," in place.run("--plan", "data.generator.temperature=null") and not place.out.exists()
+    place.run("data.generator.temperature=null")
+    assert place.by_id()["parts"]["generator"]["temperature"] == 1.0
+
+
 @pytest.mark.parametrize(
     "drafter", ["{kind: vispec, compressed_tokens: 2}", pytest.param("{kind: eagle}", marks=pytest.mark.slow)]
 )
