@@ -58,6 +58,7 @@ for name, script in console.SCRIPTS.items():
         said = out.getvalue() + err.getvalue()
         expected = {{"--help": f"usage: draftsmith {{name}}", "nothere.yaml": "no such recipe file"}}
         assert expected.get(arguments[0], needs.get(name)) in said, (name, arguments, said)
+        assert arguments[0] != "--help" or importlib.import_module(script.module).__doc__ in said, name  # as written
         heavy = [each for each in {HEAVY!r} if each in sys.modules]
         assert not heavy, (name, arguments, heavy)  # so `run` can still set up their threads
 """
