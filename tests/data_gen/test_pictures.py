@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
@@ -40,7 +39,7 @@ from tests.replay_cases import write_lines
 from tests.store_cases import assert_same_store
 from tests.thinning import a_few
 from tests.tiny_vision import BASIC_FAMILIES, FAMILIES, PLACEHOLDER, picture, save_vision_target
-from tests.training_runs import metrics, run_main, train
+from tests.training_runs import metrics, run_main, train, write_recipe
 
 STOPS = (4, 9, 11, 50, 60, 70, 80, 200, 210, 220, 230, 240, 250)  # many, so that answers end
 
@@ -394,16 +393,13 @@ def recipe_of(home: Path, tmp_path: Path) -> Callable[..., Path]:
     """Writes a recipe for LLaVA, with conversations about pictures and without, and its draft vocabulary."""
 
     def write(drafter: dict[str, Any], family: str = "llava", **train: Any) -> Path:
-        output = tmp_path / f"run{len(list(tmp_path.glob('run*')))}"
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
         text = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
         records = [{"messages": messages} for messages in (conversation(home), text) * 3]
-        write_lines(output / "conversations.jsonl", *records)
-        DraftVocab.full(VOCAB_SIZE).save(output / "draft_vocab.safetensors", {})
+        write_lines(folder / "run/conversations.jsonl", *records)
+        DraftVocab.full(VOCAB_SIZE).save(folder / "run/draft_vocab.safetensors", {})
         settings = {"max_steps": 3, "batch_size": 3, "log_every_steps": 1, "validation_conversations": 0}
-        target = {"model": str(home / family), "dtype": "float32", "device": "cpu"}
-        recipe = {"output_dir": str(output), "target": target, "drafter": drafter, "train": settings | train}
-        (output / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        return output / "recipe.yaml"
+        return write_recipe(folder, home / family, drafter=drafter, train=settings | train)
 
     return write
 

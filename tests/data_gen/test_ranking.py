@@ -7,6 +7,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-import yaml
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
@@ -48,7 +48,7 @@ from tests.conftest import VOCAB_SIZE, make_tokenizer
 from tests.replay_cases import write_lines
 from tests.strategies import for_all
 from tests.thinning import EXHAUSTIVE
-from tests.training_runs import run_main
+from tests.training_runs import run_main, write_recipe
 
 WORDS = ["the", "cat", "sat", "on", "mat;", "dogs", "ran,", "rain", "fell\nafter", "", "noon", "für", "3.5", "Ü", "☂"]
 TEMPLATE = [1, 2, 3, 4]  # system, user, assistant, end: what the tests' chat template writes
@@ -79,7 +79,7 @@ def corpora_of(place: Path) -> list[CorpusCounts]:
 
 
 def token_counts(place: Path) -> Path:
-    return place / "out" / "token_counts.safetensors"
+    return place / "run" / "token_counts.safetensors"
 
 
 def ranking_of(place: Path) -> torch.Tensor:
@@ -89,8 +89,7 @@ def ranking_of(place: Path) -> torch.Tensor:
 @pytest.fixture
 def place(tmp_path: Path, target_dir: Path) -> Path:
     """A folder with a recipe of the tests' target; it has no conversations."""
-    recipe = {"output_dir": str(tmp_path / "out"), "target": {"model": str(target_dir)}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    write_recipe(tmp_path, target_dir, drafter={}, train={})
     return tmp_path
 
 
@@ -279,7 +278,7 @@ def test_bad_records_are_kept_and_stop_nothing(
         assert as_counter(corpora[0].counts) == counted(good, tokenizer)
         assert as_counter(corpora[1].counts) == counted(["the cat\nthe mat\n"], tokenizer)
         assert [corpus.rejected for corpus in corpora] == [8, 1]
-        kept = [file.read_text().splitlines() for file in (place / "out/ranking").glob("*.rejects.jsonl")]
+        kept = [file.read_text().splitlines() for file in (place / "run/ranking").glob("*.rejects.jsonl")]
         entries = sorted((json.loads(line) for lines in kept for line in lines), key=lambda entry: entry["source"])
         assert [entry["line"] for entry in entries] == [*range(4, 12), 2]
         assert all(e["reason"].startswith(reason) for e, reason in zip(entries, [*bad, "not UTF-8"], strict=True))
@@ -322,7 +321,7 @@ def test_an_interrupted_count_starts_over_and_finished_ones_are_kept(
     assert f"{path}: counted before" in printed and "hf:org/texts:train: counted" not in printed
     dataset = corpora_of(place)[1]
     assert as_counter(dataset.counts) == counted(texts[1:], make_tokenizer())
-    [kept] = (place / "out/ranking").glob("*.rejects.jsonl")
+    [kept] = (place / "run/ranking").glob("*.rejects.jsonl")
     assert (dataset.documents, len(kept.read_text().splitlines())) == (59, 1)  # not once for each try
 
 
@@ -352,7 +351,7 @@ def test_blend_equals_its_slow_twin() -> None:
 def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by: Script) -> None:
     source = {"source": str(write_lines(place / "a.jsonl", *({"text": text} for text in some_texts(30, 10))))}
     rank_by([source], "drafter.vocab_size=12")
-    vocab = DraftVocab.load(place / "out/draft_vocab.safetensors")
+    vocab = DraftVocab.load(place / "run/draft_vocab.safetensors")
     counts, metadata = load_token_counts(token_counts(place))
     assert not counts[TEMPLATE].any()  # foreign text holds none of them
     assert vocab.size == 12 == len(set(vocab.target_ids.tolist())) and vocab.t2d[TEMPLATE].all()
@@ -360,15 +359,13 @@ def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by:
     assert metadata["stop_ids"] == "[4]" and metadata["template_ids"] == "[1, 2, 3, 4]"
     # A cut while decoding takes them from the file.
     recipe = load_recipe(place / "recipe.yaml")
-    tree = TreeSection(vocab_size=4)
-    contender = contender_of(recipe, ContenderSection(tree=tree), "eval.tree")
-    contender = type(contender)(**{**vars(contender), "drafter": None})
+    contender = contender_of(recipe, ContenderSection(tree=TreeSection(vocab_size=4)), "eval.tree")
+    contender = replace(contender, drafter=None)
     target = TargetFiles.read(recipe.target)
     assert (target.config.vocab_size, target.stop_ids) == (VOCAB_SIZE, (4,))
     assert vocab_of(contender, target).size == 4
-    less = type(contender)(**{**vars(contender), "tree": TreeSection(vocab_size=3)})
     with pytest.raises(UserError, match=r"3 has no room for the 4 stop and template tokens \[1, 2, 3, 4\]"):
-        vocab_of(less, target)
+        vocab_of(replace(contender, tree=TreeSection(vocab_size=3)), target)
     assert cut_vocab(DraftVocab.full(VOCAB_SIZE), counts, 12, always_inside(metadata)).same_as(vocab)
 
 
@@ -404,34 +401,27 @@ CALLING = (
 
 
 def test_what_the_template_writes_into_answers_is_inside_of_a_ranking_by_answers(place: Path, rank_by: Script) -> None:
-    template = place / "calling.jinja"
-    template.write_text(CALLING)
-    recipe = yaml.safe_load((place / "recipe.yaml").read_text())
-    recipe["target"]["chat_template"] = str(template)
-    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (place / "calling.jinja").write_text(CALLING)
+    calling = f"target.chat_template={place / 'calling.jinja'}"
     say = make_tokenizer().encode("say: ", add_special_tokens=False)
     wanted = sorted({1, 4, *say})  # here <|system|> opens a call; the marks of turns nobody has to draft
     rare = next(token for token in range(70, 200) if token not in wanted)
-    write_lines(place / "out/conversations.jsonl", regenerated(*[rare] * 9, 4))
-    rank_by([], f"drafter.vocab_size={len(wanted) + 1}")
-    vocab = DraftVocab.load(place / "out/draft_vocab.safetensors")
+    write_lines(place / "run/conversations.jsonl", regenerated(*[rare] * 9, 4))
+    rank_by([], calling, f"drafter.vocab_size={len(wanted) + 1}")
+    vocab = DraftVocab.load(place / "run/draft_vocab.safetensors")
     assert vocab.target_ids.tolist() == sorted([*wanted, rare])
     counts, metadata = load_token_counts(token_counts(place))
     assert not counts[sorted({*wanted} - {4})].any() and always_inside(metadata) == set(wanted)
     assert metadata["stop_ids"] == "[4]" and 4 not in json.loads(metadata["template_ids"])
     with pytest.raises(UserError, match=rf"has no room for the {len(wanted)} stop and template tokens"):
-        rank_by(
-            [],
-            "drafter.vocab_size=2",
-            f"output_dir={place / 'new'}",
-            f"data.conversations={place}/out/conversations.jsonl",
-        )
+        elsewhere = f"output_dir={place / 'new'}", f"data.conversations={place}/run/conversations.jsonl"
+        rank_by([], calling, "drafter.vocab_size=2", *elsewhere)
 
 
 def test_answers_that_are_wanted_for_comparison_alone_block_nothing(place: Path, rank_by: Script) -> None:
     source = {"source": str(write_lines(place / "a.jsonl", {"text": "the cat sat"}))}
     for content, words in (("", ""), ("{torn", ""), (regenerated(VOCAB_SIZE + 7, 4), "is outside")):
-        write_lines(place / "out/conversations.jsonl", content)
+        write_lines(place / "run/conversations.jsonl", content)
         printed = rank_by([source])
         assert re.search(rf"note: the coverage of the target's own answers is unknown: .*{words}", printed), printed
         assert [corpus.source for corpus in corpora_of(place)] == [source["source"]]
@@ -442,7 +432,7 @@ def test_answers_that_are_wanted_for_comparison_alone_block_nothing(place: Path,
 def test_coverage_by_corpus_and_size(place: Path, rank_by: Script, tokenizer: PreTrainedTokenizerBase) -> None:
     texts = [some_texts(30, 11), ["zebra quiz box jam " * 20]]
     paths = [write_lines(place / f"{i}.jsonl", *({"text": text} for text in part)) for i, part in enumerate(texts)]
-    write_lines(place / "out/conversations.jsonl", regenerated(70, 71, 70, 4))
+    write_lines(place / "run/conversations.jsonl", regenerated(70, 71, 70, 4))
     weights = [3.0, 0.5]
     sources = [{"source": str(path), "weight": weight} for path, weight in zip(paths, weights, strict=True)]
     printed = rank_by(sources)
@@ -469,10 +459,10 @@ def test_coverage_by_corpus_and_size(place: Path, rank_by: Script, tokenizer: Pr
 
 
 def test_the_answers_alone_are_counted_as_without_a_ranking(place: Path, rank_by: Script) -> None:
-    write_lines(place / "out/conversations.jsonl", regenerated(70, 71, 70, 4))
+    write_lines(place / "run/conversations.jsonl", regenerated(70, 71, 70, 4))
     rank_by([])
     plain, metadata = load_token_counts(token_counts(place))
     assert set(metadata) == {"tokenizer_fingerprint", "counted_tokens", "stop_ids"}
-    assert not (place / "out/ranking").exists()
+    assert not (place / "run/ranking").exists()
     rank_by([{"source": "answers", "weight": 0.25}])
     assert torch.equal(ranking_of(place), plain)

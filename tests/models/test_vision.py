@@ -21,9 +21,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from draftsmith.data_gen.states.store import key_of
 from draftsmith.data_gen.training_rows.rows import TrainingRow, Turn, rows_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.replay.recorded_answers import RecordedAnswer
-from draftsmith.eval.replay.replay import replay
-from draftsmith.models.alignment import columns_of
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.feature_drafter import FeatureDrafting
@@ -35,14 +32,12 @@ from draftsmith.models.vision import PictureInsert
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.recipes.sections.target import TargetSection
-from draftsmith.train.loss.unroll import UnrollSums, teacher_of
 from draftsmith.train.run.batches import MicroBatch, collate, collate_as
 from draftsmith.train.run.checkpoints import rows_digest
-from draftsmith.train.run.state_sources import OnlineStates
 from tests.conftest import make_target
 from tests.decoding import decode, decode_batch
-from tests.drafter_cases import CASES, drafter_of, small_target, trainee_of
-from tests.pairs import greedy, pair_of, untaught
+from tests.drafter_cases import small_target
+from tests.pairs import greedy, untaught
 from tests.thinning import a_few
 from tests.tiny_vision import (
     FAMILIES,
@@ -440,53 +435,6 @@ def test_an_insert_of_the_target_s_own_embeddings_changes_nothing(family: str) -
     for outside in (-3, len(TEXT)):  # a part of the text has no column of the insert
         [away] = [PlacedInsert(0, each.at(outside)) for each in asked.inserts]
         assert torch.equal(target.inputs(text, inserts=[away]).embeddings, target.inputs(text).embeddings)
-
-
-def test_decoding_reads_inserts_as_the_text_that_they_are() -> None:
-    """Target and drafter: the same tokens in the same rounds, alone and beside text; replay likewise."""
-    target, drafter = pair_of("llama", None)
-    proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(TREE))
-    prompts = [[21, 22, 23, 24, 25, 26, 27, 28, 29], [11, 12, 13]]
-    asked = [with_insert(target, prompts[0], 0, 7), Prompt(prompts[1])]
-    expected = decode_batch(target, proposer, prompts, {-1}, 30)
-    assert sum(expected[0].accepted_per_round) > 8
-    for found in (decode_batch(target, proposer, asked, {-1}, 30), [decode(target, proposer, asked[0], {-1}, 30)]):
-        for answer, wanted in zip(found, expected, strict=False):
-            assert (answer.token_ids, answer.accepted_per_round) == (wanted.token_ids, wanted.accepted_per_round)
-    recorded = [RecordedAnswer(each, answer.token_ids) for each, answer in zip(asked, expected, strict=True)]
-    rounds = replay(target, proposer, recorded, 2)
-    assert [answer.accepted_per_round for answer in rounds] == [answer.accepted_per_round for answer in expected]
-
-
-def rows_and_texts() -> tuple[list[TrainingRow], list[TrainingRow]]:
-    """Two rows with inserts, one of them at the row's beginning, and the same as text."""
-    target, texts = small_target(), [[*range(20, 34)], [*range(30, 41)]]
-    spans = [[(6, 14)], [(4, 7), (8, 11)]]
-    plain = [TrainingRow(str(i), text, span) for i, (text, span) in enumerate(zip(texts, spans, strict=True))]
-    asked = [with_insert(target, texts[0], 2, 6), with_insert(target, texts[1], 0, 3)]
-    return [
-        replace(row, input_ids=list(prompt), inserts=prompt.inserts) for row, prompt in zip(plain, asked, strict=True)
-    ], plain
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_training_reads_inserts_as_the_text_that_they_are(packed: bool) -> None:
-    case, target = CASES["eagle3"], small_target()
-
-    def sums(rows: list[TrainingRow]) -> UnrollSums:
-        drafter = drafter_of(case)
-        batch = collate(rows, packed)
-        captured, last = (batch.in_one_row(each) for each in OnlineStates(target).of(batch))
-        row, columns = batch.one_row, columns_of(batch.one_row.span, case.steps)
-        inputs = target.inputs(row.ids, row.position, row.inserts, drafter.dtype)
-        teacher = teacher_of(target, last, row.ids, columns, drafter.vocab)
-        return trainee_of(case, drafter)(captured, inputs, columns, teacher, row.documents)
-
-    mine, plain = map(sums, rows_and_texts())
-    assert mine.columns == plain.columns > 8
-    torch.testing.assert_close(mine.loss, plain.loss, rtol=1e-5, atol=1e-5)
-    blind = [replace(row, inserts=()) for row in rows_and_texts()[0]]
-    assert (sums(blind).loss - plain.loss).abs() > 1e-2
 
 
 def test_turns_join_to_rows_only_where_their_inserts_do() -> None:

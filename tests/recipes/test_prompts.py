@@ -51,10 +51,6 @@ def read_all(*paths: Path) -> tuple[list[Conversation], list[dict[str, Any]]]:
     return list(read_conversations([*map(str, paths)], rejects)), kept_in(rejects)
 
 
-def kinds_of(rejects: list[dict[str, Any]]) -> list[str]:
-    return [entry["reason"].split(":")[0] for entry in rejects]
-
-
 def contents(found: list[Conversation]) -> list[str]:
     """The first message of each."""
     return [conversation.messages[0]["content"] for conversation in found]
@@ -167,7 +163,7 @@ def test_parquet_drops_the_cells_that_arrow_adds(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     found, rejects = read_all(path)
     assert [(c.id, c.messages) for c in found] == [("a", [USER, call]), ("p.parquet:2", [USER])]
-    assert kinds_of(rejects) == ["unknown columns"]
+    assert rejects[0]["reason"].startswith("unknown columns:") and len(rejects) == 1
     path.write_bytes(b"PAR1 no")
     with pytest.raises(UserError, match=r"p\.parquet: cannot be read as parquet"):
         read(path)
@@ -222,9 +218,9 @@ def test_bad_rows_of_csv_are_kept_with_their_lines(tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_bytes(b"\n".join(rows))
     found, entries = read_all(tmp_path / "p.csv")
     assert [(c.id, c.line) for c in found] == [("1", 2), ("7", 9)]
-    assert [entry["line"] for entry in entries] == [3, 4, 5, 6, 8, 10]
-    malformed = "malformed CSV"
-    assert kinds_of(entries) == [malformed, malformed, "not UTF-8", malformed, "unknown columns", malformed]
+    kinds = {3: "malformed CSV", 4: "malformed CSV", 5: "not UTF-8", 6: "malformed CSV", 8: "unknown columns"}
+    found_kinds = {entry["line"]: entry["reason"].split(":")[0] for entry in entries}
+    assert found_kinds == kinds | {10: "malformed CSV"} and len(entries) == 6
     for text, said in (
         ("prompt,prompt\na,b\n", ":1: several columns"),
         ("\nWho, exactly?\n", ":2: the first row must"),
