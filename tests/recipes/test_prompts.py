@@ -75,7 +75,6 @@ SHAREGPT = [
     {"from": "human", "value": "Q", "weight": 0},
     {"from": "GPT ", "value": "A"},
     {"role": "prompter", "text": "R", "content": None},
-    {"role": "AI", "value": "B", "content": "-", "from": None},
 ]
 AS_MESSAGES = [
     {"role": "system", "content": "S"},
@@ -89,7 +88,7 @@ AS_MESSAGES = [
     ("record", "messages"),
     [
         ({"messages": CALLING}, CALLING),
-        ({"conversations": SHAREGPT[:4]}, AS_MESSAGES),
+        ({"conversations": SHAREGPT}, AS_MESSAGES),
         ({"conversation": [USER, ASSISTANT]}, [USER, ASSISTANT]),
         ({"turns": ["Hi", "Go on"], "category": "c"}, [USER, {"role": "user", "content": "Go on"}]),
         ({"prompt": "Hi"}, [USER]),
@@ -99,13 +98,12 @@ AS_MESSAGES = [
     ],
 )
 def test_forms(tmp_path: Path, record: dict[str, Any], messages: list[dict[str, Any]]) -> None:
-    (found,) = read(write_lines(tmp_path / "p.jsonl", record))
-    assert (found.id, found.messages) == ("p.jsonl:1", messages)
     tools = [{"type": "function", "function": {"name": "f"}}]
     more = {"id": "a", "images": ["x.png"], "meta": {"k": 1}, "tools": tools, "category": "c"}
-    (found,) = read(write_lines(tmp_path / "p.jsonl", record | more))
+    bare, whole = read(write_lines(tmp_path / "p.jsonl", record, record | more))
+    assert (bare.id, bare.messages) == ("p.jsonl:1", messages)
     meta = {"benchmark": "p", "k": 1, "tools": tools, "category": "c"}
-    assert found == Conversation("a", messages, ["x.png"], meta)
+    assert whole == Conversation("a", messages, ["x.png"], meta)
 
 
 def test_numbers_and_gaps_as_pandas_writes_them(tmp_path: Path) -> None:
