@@ -21,6 +21,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from draftsmith.data_gen.states.store import key_of
 from draftsmith.data_gen.training_rows.rows import TrainingRow, Turn, rows_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.replay.recorded_answers import RecordedAnswer
+from draftsmith.eval.replay.replay import replay
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.feature_drafter import FeatureDrafting
@@ -37,7 +39,7 @@ from draftsmith.train.run.checkpoints import rows_digest
 from tests.conftest import make_target
 from tests.decoding import decode, decode_batch
 from tests.drafter_cases import small_target
-from tests.pairs import greedy, untaught
+from tests.pairs import greedy, pair_of, untaught
 from tests.thinning import a_few
 from tests.tiny_vision import (
     FAMILIES,
@@ -435,6 +437,22 @@ def test_an_insert_of_the_target_s_own_embeddings_changes_nothing(family: str) -
     for outside in (-3, len(TEXT)):  # a part of the text has no column of the insert
         [away] = [PlacedInsert(0, each.at(outside)) for each in asked.inserts]
         assert torch.equal(target.inputs(text, inserts=[away]).embeddings, target.inputs(text).embeddings)
+
+
+def test_decoding_reads_inserts_as_the_text_that_they_are() -> None:
+    """Target and drafter: the same tokens in the same rounds, alone and beside text; replay likewise."""
+    target, drafter = pair_of("llama", None)
+    proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(TREE))
+    prompts = [[21, 22, 23, 24, 25, 26, 27, 28, 29], [11, 12, 13]]
+    asked = [with_insert(target, prompts[0], 0, 7), Prompt(prompts[1])]
+    expected = decode_batch(target, proposer, prompts, {-1}, 30)
+    assert sum(expected[0].accepted_per_round) > 8
+    for found in (decode_batch(target, proposer, asked, {-1}, 30), [decode(target, proposer, asked[0], {-1}, 30)]):
+        for answer, wanted in zip(found, expected, strict=False):
+            assert (answer.token_ids, answer.accepted_per_round) == (wanted.token_ids, wanted.accepted_per_round)
+    recorded = [RecordedAnswer(each, answer.token_ids) for each, answer in zip(asked, expected, strict=True)]
+    rounds = replay(target, proposer, recorded, 2)
+    assert [answer.accepted_per_round for answer in rounds] == [answer.accepted_per_round for answer in expected]
 
 
 def test_turns_join_to_rows_only_where_their_inserts_do() -> None:
