@@ -118,7 +118,7 @@ $(VLLM)/.installed:
 	@touch $@
 
 readers: install $(PEER)/.installed $(VLLM)/.installed $(MODELOPT)/.installed $(NEMO)/.installed  ## other packages read our exports, we read modelopt's, and nemo-automodel computes ViSpec like us, after make demo-full
-	$(BIN)/python tools/serving/readers.py recipes/demo-full.yaml --work runs/readers --speculators $(PEER)/bin/python \
+	$(BIN)/python -m tools.serving.readers recipes/demo-full.yaml --work runs/readers --speculators $(PEER)/bin/python \
 		--vllm $(VLLM)/bin/python --modelopt $(MODELOPT)/bin/python --nemo $(NEMO)/bin/python
 
 $(MODELOPT)/.installed:

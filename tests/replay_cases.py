@@ -1,5 +1,6 @@
 """Recorded answers, conversations, and files of lines."""
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,8 @@ def conversation(number: int, target: Target | None = None, **generator: Any) ->
 
 
 def write_lines(path: Path, *lines: Any) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    """Text as it is, all else as JSON; packed if the path ends so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     return path

@@ -34,6 +34,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, six_steps: Path, target_dir:
     (folder / "small.yaml").write_text(SMALLEST)
     (folder / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
     (folder / "taken").touch()
+    (folder / "blank.jsonl").write_text("\n \n")
+    for name in ("not-packed.jsonl.gz", "packed.parquet.gz"):
+        shutil.copy(folder / "prompts.jsonl", folder / name)
     for name in ("folder", "written", "empty"):
         (folder / name).mkdir()
     shutil.copy(folder / "prompts.jsonl", folder / "written/conversations.jsonl")
@@ -55,8 +58,9 @@ def in_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(place)
 
     def content() -> dict[Path, int | None]:
-        """Of a folder its name alone: a lock may come and go in it."""
-        return {path: path.stat().st_mtime_ns if path.is_file() else None for path in place.rglob("*")}
+        """Of a folder its name alone: a lock may come in it."""
+        paths = [path for path in place.rglob("*") if path.name != ".lock"]
+        return {path: path.stat().st_mtime_ns if path.is_file() else None for path in paths}
 
     before = content()
     yield

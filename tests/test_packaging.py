@@ -139,7 +139,7 @@ ABSENT = re.compile("(no such|does not exist|is missing|is not there|nothing the
 
 @pytest.mark.parametrize("path", scripts(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_help_shows_commands_that_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--help` is the docstring (tests/recipes/test_command_line.py)."""
+    """`--help` is the docstring (tests/recipes/test_console.py)."""
     monkeypatch.chdir(ROOT)  # recipes name files relative to it
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     name = str(path.relative_to(ROOT))
@@ -149,18 +149,12 @@ def test_help_shows_commands_that_run(path: Path, monkeypatch: pytest.MonkeyPatc
     assert wrong_examples(path, doc) == []
 
 
-def test_recipes_show_commands_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    for path in sorted((ROOT / "recipes").glob("*.yaml")):
-        head = path.read_text(encoding="utf-8").split("\noutput_dir:")[0]
-        assert len(list(shown_commands(head))) >= 4 and wrong_examples(path, head) == []
-
-
 DOCUMENTS = sorted(
     path
     for folder in (ROOT, ROOT / "docs", ROOT / "docs" / "study", ROOT / "recipes" / "demo_target")
     for path in folder.glob("*.md")
 )
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 def anchors(text: str) -> set[str]:
@@ -179,36 +173,36 @@ def wrong_links(place: Path, text: str) -> list[str]:
     return problems
 
 
-def missing_files(place: Path, text: str) -> list[str]:
-    """Files of this repository that a document names and that do not exist."""
-    folders = "|".join([*ROOMS, *OUTSIDE])
-    named = re.findall(rf"(?<![\w/.])((?:{folders})/[\w/.-]+\.(?:py|md|yaml|jinja))\b", text)
-    return [f"{place.relative_to(ROOT)}: {path}: no such file" for path in named if not (ROOT / path).exists()]
+def missing(place: Path, text: str, ending: str = "py|md|yaml|jinja") -> list[str]:
+    """Files of this repository, and headings in them, that a document or a source names and that do not exist."""
+    named = re.findall(
+        rf"(?<![\w/.])((?:(?:{'|'.join([*ROOMS, *OUTSIDE])})/[\w/.-]+|LOG)\.(?:{ending}))\b(?:#([\w-]+))?", text
+    )
+    return [
+        f"{place.relative_to(ROOT)}: {path}#{anchor}: no such file or heading"
+        for path, anchor in named
+        if not (ROOT / path).exists() or (anchor and anchor not in anchors((ROOT / path).read_text("utf-8")))
+    ]
 
 
-@pytest.mark.parametrize("place", DOCUMENTS, ids=lambda place: str(place.relative_to(ROOT)))
-def test_documents_show_commands_that_run_and_links_that_lead_somewhere(
+@pytest.mark.parametrize("place", [*DOCUMENTS, *RECIPES], ids=lambda place: str(place.relative_to(ROOT)))
+def test_documents_and_recipes_show_commands_that_run_and_links_that_lead_somewhere(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    text = place.read_text(encoding="utf-8")
+    text = place.read_text(encoding="utf-8").split("\noutput_dir:")[0]  # a recipe's head
     assert wrong_links(place, text) == []
     if place.name != "LOG.md":  # its commands and files are those of their day
-        assert missing_files(place, text) + wrong_examples(place, text) == []
+        assert missing(place, text) + wrong_examples(place, text) == []
+    assert place not in RECIPES or len(list(shown_commands(text))) >= 4
 
 
 def test_pages_are_linked_from_the_readme_and_those_that_code_and_recipes_name_exist():
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
     assert pages <= set(re.findall(r"\]\(docs/([\w-]+\.md)", (ROOT / "README.md").read_text(encoding="utf-8")))
-    sources = [ROOT / "Makefile", *(ROOT / "recipes").glob("*.yaml"), *(ROOT / "docs" / "study").glob("*.yaml")]
+    sources = [ROOT / "Makefile", *RECIPES, *(ROOT / "docs" / "study").glob("*.yaml")]
     sources += [path for room in (*ROOMS, *OUTSIDE) if room != "tests" for path in (ROOT / room).rglob("*.py")]
-    named = re.compile(r"(?<![\w/.])(docs/[\w/-]+\.md|LOG\.md)(?:#([\w-]+))?")
-    for path in sources:
-        for page, anchor in named.findall(path.read_text("utf-8")):
-            assert (ROOT / page).exists(), f"{path.relative_to(ROOT)} names {page}"
-            assert not anchor or anchor in anchors((ROOT / page).read_text("utf-8")), (
-                f"{path.relative_to(ROOT)}: {anchor}"
-            )
+    assert [problem for path in sources for problem in missing(path, path.read_text("utf-8"), "md")] == []
 
 
 @pytest.mark.slow

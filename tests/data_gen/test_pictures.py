@@ -4,16 +4,13 @@ import base64
 import io
 import json
 import shutil
-from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
@@ -27,6 +24,7 @@ from draftsmith.models.checkpoint import read_drafter_config, read_weights
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.prompts.picture_parts import data_url
 from draftsmith.recipes.prompts.prompt_reader import read_conversations
 from draftsmith.recipes.prompts.records import to_conversation
@@ -41,7 +39,7 @@ from tests.replay_cases import write_lines
 from tests.store_cases import assert_same_store
 from tests.thinning import a_few
 from tests.tiny_vision import BASIC_FAMILIES, FAMILIES, PLACEHOLDER, picture, save_vision_target
-from tests.training_runs import metrics, run_main, train
+from tests.training_runs import metrics, run_main, train, write_recipe
 
 STOPS = (4, 9, 11, 50, 60, 70, 80, 200, 210, 220, 230, 240, 250)  # many, so that answers end
 
@@ -59,7 +57,7 @@ class Place(RegenerationPlace):
 
     def part(self, name: str) -> dict[str, str]:
         path = self.folder / name
-        return {"type": "image", "path": str(path), "sha256": sha256(path.read_bytes()).hexdigest()}
+        return {"type": "image", "path": str(path), "sha256": file_digest(path)}
 
 
 def say(text: str) -> dict[str, Any]:
@@ -91,8 +89,7 @@ def place(
 
 
 def some_prompts(place: Place) -> list[dict[str, Any]]:
-    encoded = base64.b64encode((place.folder / "c.png").read_bytes()).decode()
-    url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+    url = {"type": "image_url", "image_url": {"url": data_url((place.folder / "c.png").read_bytes())}}
     turns = [{"role": "user", "content": text} for text in ("<image>\nthe cat", "the dog", "<image> and <image>")]
     return [
         {"id": "parts", "messages": [user(say("the cat"), {"type": "image", "path": "a.png"}, say("at length"))]},
@@ -114,7 +111,7 @@ def test_lines_name_their_pictures_and_hold_what_was_asked(place: Place) -> None
     assert first["parts"] == [say("the cat"), a, say("at length")] and first["column"] == [b, say("the mat")]
     assert first["turns"] == [a, say("the cat")] and first["text"] == "the cat and the dog"
     stored = first["url"][0]
-    assert stored["sha256"] == c["sha256"] == sha256(Path(stored["path"]).read_bytes()).hexdigest()
+    assert stored["sha256"] == c["sha256"] == file_digest(Path(stored["path"]))
     assert "base64" not in place.path.read_text() and not any("images" in record for record in records.values())
     for record in records.values():
         for number, turn in enumerate(record["turns"]):
@@ -161,11 +158,10 @@ def test_unusable_pictures_are_rejected(place: Place) -> None:
 
 def test_answers_are_sampled_unless_the_recipe_says_otherwise(place: Place) -> None:
     """The target's own temperature, 0.01, is not used."""
-    place.write_prompts(*some_prompts(place))
-    printed = place.run("--plan", "data.generator.temperature=null")
-    assert "temperature 1," in printed and not place.out.exists()
+    place.write_prompts(some_prompts(place)[0])
+    assert "temperature 1," in place.run("--plan", "data.generator.temperature=null") and not place.out.exists()
     place.run("data.generator.temperature=null")
-    assert {record["generator"]["temperature"] for record in place.by_id().values()} == {1.0}
+    assert place.by_id()["parts"]["generator"]["temperature"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -187,21 +183,16 @@ def test_states_are_stored_with_the_answers(
 # Servers.
 
 
-@pytest.fixture(params=SOME)
-def served(
-    request: pytest.FixtureRequest,
-    folders: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> Place:
+@pytest.fixture
+def served(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
     """With a target that has no weights, and one stop token."""
-    target = tmp_path / "target"
-    shutil.copytree(folders[request.param], target, ignore=shutil.ignore_patterns("*.safetensors"))
-    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP}))
+    without_weights = shutil.ignore_patterns("*.safetensors")
+    place.target = shutil.copytree(place.target, place.folder / "target", ignore=without_weights)
+    (place.target / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP}))
     for name, value in {"FIRST_PAUSE_SECONDS": 0.01, "FIRST_LOOK_SECONDS": 0.05, "TRIES": 3}.items():
         monkeypatch.setattr(server_generator, name, value)
-    return Place(tmp_path, target, capsys)
+    place.write_recipe()
+    return place
 
 
 def openai(server: FakeServer, **more: Any) -> list[str]:
@@ -219,19 +210,18 @@ def images_of(body: dict[str, Any]) -> list[Image.Image]:
     "ids", ["token_ids", "text", *(pytest.param(i, marks=pytest.mark.slow) for i in ("logprobs", "content"))]
 )
 def test_servers_get_pictures_as_messages(served: Place, ids: str) -> None:
-    place = served
-    place.write_prompts(*some_prompts(place))
-    with FakeServer(place.tokenizer, ids=ids) as server:
-        place.run(*openai(server))
-        place.run(*openai(server))  # asks nothing again
+    served.write_prompts(*some_prompts(served))
+    with FakeServer(served.tokenizer, ids=ids) as server:
+        served.run(*openai(server))
+        served.run(*openai(server))  # asks nothing again
         assert max(server.asked.values()) <= 2  # two prompts differ in their pictures alone
         for body in server.bodies:
             assert "messages" in body or body["prompt"].count(PLACEHOLDER) == 0
             for image in images_of(body) if "messages" in body else ():
                 assert image.tobytes() in [picture(24, 16, seed).tobytes() for seed in range(3)]
-    records, tokenizer = place.by_id(), server.tokenizer
+    records, tokenizer = served.by_id(), server.tokenizer
     assert set(records) == {"parts", "other", "turns", "column", "url", "text"}
-    assert "base64" not in place.path.read_text()
+    assert "base64" not in served.path.read_text()
     for record in records.values():
         for number, turn in enumerate(record["turns"]):
             prompt = list(render_prompt(tokenizer, record["messages"][: 2 * number + 1]))
@@ -243,53 +233,51 @@ def test_servers_get_pictures_as_messages(served: Place, ids: str) -> None:
 
 @pytest.mark.parametrize(("shown", "believed"), [(1000, True), (None, False)])
 def test_ids_of_pictures_may_be_a_server_s_own_and_no_others(served: Place, shown: int | None, believed: bool) -> None:
-    place = served
-    place.write_prompts(*some_prompts(place)[:1])
+    served.write_prompts(*some_prompts(served)[:1])
 
     def other_ids(reply: dict[str, Any]) -> None:
         asked = reply["choices"][0]["prompt_token_ids"]
         own = [shown if token == PLACEHOLDER else token for token in asked]
         reply["choices"][0]["prompt_token_ids"] = own if shown else [*asked[1:], asked[0]]
 
-    with FakeServer(place.tokenizer, lie=other_ids) as server:
+    with FakeServer(served.tokenizer, lie=other_ids) as server:
         if believed:
-            place.run(*openai(server))
+            served.run(*openai(server))
         else:
             with pytest.raises(UserError, match="another prompt"):
-                place.run(*openai(server))
-    assert set(place.by_id()) == ({"parts"} if believed else set())
+                served.run(*openai(server))
+    assert set(served.by_id()) == ({"parts"} if believed else set())
 
 
 def test_servers_that_would_write_another_date_are_not_asked(served: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one rendered the messages a day later; no request can tell it the day."""
-    place, words = served, "{% if not date_string is defined %}{% set date_string = strftime_now('%F') %}{% endif %}"
-    saved = place.target / "chat_template.jinja"
+    words = "{% if not date_string is defined %}{% set date_string = strftime_now('%F') %}{% endif %}"
+    saved = served.target / "chat_template.jinja"
     saved.write_text(words + "{{ date_string }}" + saved.read_text())
-    place.write_prompts(*some_prompts(place)[:2])
+    served.write_prompts(*some_prompts(served)[:2])
     on("2025-07-25", monkeypatch)
-    with FakeServer(place.tokenizer) as server:
-        place.run(*openai(server), "data.max_prompts=1")
+    with FakeServer(served.tokenizer) as server:
+        served.run(*openai(server), "data.max_prompts=1")
     on("2025-07-26", monkeypatch)
-    with FakeServer(place.tokenizer) as server:
+    with FakeServer(served.tokenizer) as server:
         with pytest.raises(UserError, match="this run's has been 2025-07-25"):
-            place.run(*openai(server))
-        assert len(place.by_id()) == 1 and not [body for body in server.bodies if "messages" in body]
-        fixed = ["target.template_args={date_string: 2025}", f"output_dir={place.folder / 'fixed'}"]
+            served.run(*openai(server))
+        assert len(served.by_id()) == 1 and not [body for body in server.bodies if "messages" in body]
+        fixed = ["target.template_args={date_string: 2025}", f"output_dir={served.folder / 'fixed'}"]
         with pytest.raises(UserError, match=r"another prompt|counts"):  # this one renders what it likes
-            place.run(*openai(server), *fixed)
+            served.run(*openai(server), *fixed)
         assert server.bodies[-1]["chat_template_kwargs"] == {"date_string": 2025}
 
 
 def test_what_servers_cannot_read_alike_is_sent_as_png(served: Place) -> None:
     """Turned by EXIF data, or transparent."""
-    place = served
-    picture(24, 16).save(place.folder / "turned.jpg", exif=turned(6), quality=100)
-    picture(24, 16).convert("RGBA").save(place.folder / "clear.png")
-    picture(24, 16).save(place.folder / "plain.jpg")
+    picture(24, 16).save(served.folder / "turned.jpg", exif=turned(6), quality=100)
+    picture(24, 16).convert("RGBA").save(served.folder / "clear.png")
+    picture(24, 16).save(served.folder / "plain.jpg")
     forms = {"turned.jpg": ("PNG", (16, 24)), "clear.png": ("PNG", (24, 16)), "plain.jpg": ("JPEG", (24, 16))}
-    place.write_prompts(*({"id": name, "prompt": "the mat", "image": name} for name in forms))
-    with FakeServer(place.tokenizer) as server:
-        place.run(*openai(server, concurrency=1))
+    served.write_prompts(*({"id": name, "prompt": "the mat", "image": name} for name in forms))
+    with FakeServer(served.tokenizer) as server:
+        served.run(*openai(server, concurrency=1))
     images = [images_of(body)[0] for body in server.bodies]
     assert [(image.format, image.size) for image in images] == list(forms.values())
     assert {image.mode for image in images} == {"RGB"}
@@ -316,9 +304,9 @@ def shown(home: Path, name: str) -> dict[str, Any]:
 def conversation(home: Path) -> list[dict[str, Any]]:
     """A picture at the start and one in the second question."""
     return [
-        {"role": "user", "content": [shown(home, "wide"), {"type": "text", "text": "the cat"}]},
+        user(shown(home, "wide"), say("the cat")),
         {"role": "assistant", "content": "a mat"},
-        {"role": "user", "content": [{"type": "text", "text": "and"}, shown(home, "tall")]},
+        user(say("and"), shown(home, "tall")),
         {"role": "assistant", "content": "a dog"},
     ]
 
@@ -334,20 +322,22 @@ def rows_of_records(home: Path, family: str, *records: dict[str, Any]) -> tuple[
 
 def test_questions_are_compared_with_the_pictures_that_they_show(home: Path, tmp_path: Path) -> None:
     """By content, whether a record names a file, holds its bytes, or says its digest alone."""
-    content, text = (home / "wide.png").read_bytes(), {"type": "text", "text": "What is it?"}
-    url = f"data:image/png;base64,{b64encode(content).decode()}"
+    url = data_url((home / "wide.png").read_bytes())
 
     def asks(part: dict[str, Any]) -> dict[str, Any]:
-        return {"messages": [{"role": "user", "content": [part, text]}]}
+        return {"messages": [user(part, say("What is it?"))]}
 
     records: list[dict[str, Any]] = [
         {"prompt": "<image>\nWhat is it?", "image": str(home / "wide.png")},
         {"prompt": "What is it?", "images": [url]},
         asks({"type": "image_url", "image_url": {"url": url}}),
-        asks({"type": "image", "path": "gone.png", "sha256": sha256(content).hexdigest()}),
+        asks({"type": "image", "path": "gone.png", "sha256": file_digest(home / "wide.png")}),
     ]
-    others: list[dict[str, Any]] = [{"prompt": "What is it?"}, asks(shown(home, "tall"))]
-    others.append({"prompt": "What is it?", "image": "https://example.com/wide.png"})
+    others: list[dict[str, Any]] = [
+        {"prompt": "What is it?"},
+        asks(shown(home, "tall")),
+        {"prompt": "What is it?", "image": "https://example.com/wide.png"},
+    ]
     made = [[to_conversation(each, "q", "", 1) for each in each_of] for each_of in (records, others)]
     for i, record in enumerate(records):
         prompts = write_lines(tmp_path / f"{i}.jsonl", record)
@@ -403,16 +393,13 @@ def recipe_of(home: Path, tmp_path: Path) -> Callable[..., Path]:
     """Writes a recipe for LLaVA, with conversations about pictures and without, and its draft vocabulary."""
 
     def write(drafter: dict[str, Any], family: str = "llava", **train: Any) -> Path:
-        output = tmp_path / f"run{len(list(tmp_path.glob('run*')))}"
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
         text = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
         records = [{"messages": messages} for messages in (conversation(home), text) * 3]
-        write_lines(output / "conversations.jsonl", *records)
-        DraftVocab.full(VOCAB_SIZE).save(output / "draft_vocab.safetensors", {})
+        write_lines(folder / "run/conversations.jsonl", *records)
+        DraftVocab.full(VOCAB_SIZE).save(folder / "run/draft_vocab.safetensors", {})
         settings = {"max_steps": 3, "batch_size": 3, "log_every_steps": 1, "validation_conversations": 0}
-        target = {"model": str(home / family), "dtype": "float32", "device": "cpu"}
-        recipe = {"output_dir": str(output), "target": target, "drafter": drafter, "train": settings | train}
-        (output / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        return output / "recipe.yaml"
+        return write_recipe(folder, home / family, drafter=drafter, train=settings | train)
 
     return write
 
@@ -436,12 +423,3 @@ def test_a_blind_drafter_learns_nothing_of_its_adaptor(recipe_of: Callable[..., 
     assert read_drafter_config(drafter)[0].to_dict()["global_vector"] is False
     projection = read_weights(drafter)["img_fc.weight"]
     assert not projection[:, 32:].any() and not torch.equal(projection[:, :32], torch.eye(32))
-
-
-@pytest.mark.slow
-def test_the_second_stage_starts_from_text(recipe_of: Callable[..., Path]) -> None:
-    first = train(recipe_of({"kind": "eagle"}, max_steps=1)) / "drafter"
-    output = train(recipe_of({"kind": "vispec", "init_from": str(first)}, max_steps=1, learning_rate=1e-12))
-    before, after = read_weights(first), read_weights(output / "drafter")
-    assert set(after) - set(before) == {name for name in after if name.startswith("img_")}
-    assert all(torch.allclose(after[name], before[name], atol=1e-6) for name in before)

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-import yaml
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
@@ -45,9 +45,10 @@ from draftsmith.recipes.sections.data import RankingSource
 from draftsmith.recipes.sections.eval import ContenderSection, TreeSection
 from tests import reference
 from tests.conftest import VOCAB_SIZE, make_tokenizer
+from tests.replay_cases import write_lines
 from tests.strategies import for_all
 from tests.thinning import EXHAUSTIVE
-from tests.training_runs import run_main
+from tests.training_runs import run_main, write_recipe
 
 WORDS = ["the", "cat", "sat", "on", "mat;", "dogs", "ran,", "rain", "fell\nafter", "", "noon", "für", "3.5", "Ü", "☂"]
 TEMPLATE = [1, 2, 3, 4]  # system, user, assistant, end: what the tests' chat template writes
@@ -66,9 +67,9 @@ def as_counter(counts: torch.Tensor) -> Counter[int]:
     return Counter({token: count for token, count in enumerate(counts.tolist()) if count})
 
 
-def load_corpora(path: Path) -> list[CorpusCounts]:
-    """The corpora that a file's counts were blended from; empty for counts of the target's own answers alone."""
-    tensors, metadata = load_tensors(path, "token counts")
+def corpora_of(place: Path) -> list[CorpusCounts]:
+    """The corpora that the counts were blended from; empty for counts of the target's own answers alone."""
+    tensors, metadata = load_tensors(token_counts(place), "token counts")
     return [
         CorpusCounts(
             *(facts["source"], tensors[f"counts_of_{i}"], facts["weight"], facts["documents"], facts["rejected"])
@@ -77,22 +78,18 @@ def load_corpora(path: Path) -> list[CorpusCounts]:
     ]
 
 
-def write_lines(path: Path, records: list[Any]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(record if isinstance(record, str) else json.dumps(record) + "\n" for record in records)
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
-    return path
-
-
 def token_counts(place: Path) -> Path:
-    return place / "out" / "token_counts.safetensors"
+    return place / "run" / "token_counts.safetensors"
+
+
+def ranking_of(place: Path) -> torch.Tensor:
+    return load_token_counts(token_counts(place))[0]
 
 
 @pytest.fixture
 def place(tmp_path: Path, target_dir: Path) -> Path:
     """A folder with a recipe of the tests' target; it has no conversations."""
-    recipe = {"output_dir": str(tmp_path / "out"), "target": {"model": str(target_dir)}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    write_recipe(tmp_path, target_dir, drafter={}, train={})
     return tmp_path
 
 
@@ -125,12 +122,11 @@ def test_every_form_of_file_counts_the_same(
     records = [{"text": text, "n": i} for i, text in enumerate(texts)]
     table = pyarrow.Table.from_pylist(records)
     in_bytes = pyarrow.table({"text": [text.encode() for text in texts]})
-    for name in ("a.jsonl", "a.jsonl.gz"):
-        write_lines(place / name, records)
-    for name, part in {"split/0.jsonl": records[:13], "split/deeper/1.jsonl.gz": records[13:]}.items():
-        write_lines(place / name, part)
+    files = {"a.jsonl": records, "a.jsonl.gz": records, "folder/0.jsonl": records[:13]}
+    files |= {"split/0.jsonl": records[:13], "split/deeper/1.jsonl.gz": records[13:]}
+    for name, part in files.items():
+        write_lines(place / name, *part)
     (place / "a.json").write_text(json.dumps(records, indent=1))
-    write_lines(place / "folder/0.jsonl", records[:13])
     for name, part in {"a": in_bytes, "folder/a": table[13:], "hub/0": table[:15], "hub/1": table[15:]}.items():
         (place / name).parent.mkdir(exist_ok=True)
         pyarrow.parquet.write_table(part, place / f"{name}.parquet", row_group_size=7)
@@ -142,14 +138,13 @@ def test_every_form_of_file_counts_the_same(
     sources = [{"source": str(place / name), "max_documents": most} for name in names]
     sources += [{"source": f"hf:{place / 'hub'}:train", "max_documents": most}]
     printed, wanted = rank_by(sources), counted(texts[:most], tokenizer)
-    for corpus, source in zip(load_corpora(token_counts(place)), sources, strict=True):
+    for corpus, source in zip(corpora_of(place), sources, strict=True):
         assert as_counter(corpus.counts) == wanted, source
         assert corpus.documents == min(most or 40, 40) and corpus.rejected == 0
         told = f"{wanted.total():,} tokens in {corpus.documents} documents; no record rejected"
         assert f"{source['source']}: {told}" in printed
-    counts, _ = load_token_counts(token_counts(place))
-    ranked = sorted(wanted.items(), key=lambda item: (-item[1], item[0]))[:9]
-    assert counts.argsort(descending=True, stable=True).tolist()[: len(ranked)] == [token for token, _ in ranked]
+    ranked = sorted(wanted, key=lambda token: (-wanted[token], token))[:9]
+    assert ranking_of(place).argsort(descending=True, stable=True).tolist()[: len(ranked)] == ranked
 
 
 def read(source: Path) -> tuple[list[corpus_reader.Item], list[dict[str, Any]]]:
@@ -200,7 +195,7 @@ def test_a_damaged_packed_file_is_read_up_to_the_damage(tmp_path: Path, ending: 
     unfinished = zlib.compressobj(wbits=31)
     good = unfinished.compress(lines + b'{"text": "the') + unfinished.flush(zlib.Z_FULL_FLUSH)
     path, buffer = tmp_path / f"a.{ending}.gz", 1 << 17  # what gzip may have unpacked when it meets the damage
-    write_lines(tmp_path / f"b.{ending}.gz", [{"text": "behind"}])
+    write_lines(tmp_path / f"b.{ending}.gz", {"text": "behind"})
     for content, lost, damaged in (
         (packed + b"\0" * 5000, 0, False),
         (good, 0, True),
@@ -238,11 +233,11 @@ def test_conversations_count_what_the_assistant_writes(
         ("foreign", foreign, answer),
         ("alpaca", {"instruction": said[0], "output": said[1]}, counted([said[1]], tokenizer) + Counter({4: 1})),
     ]:
-        rank_by([{"source": str(write_lines(place / f"{name}.jsonl", [record]))}])
-        assert as_counter(load_token_counts(token_counts(place))[0]) == wanted, name
-    path = write_lines(place / "both.jsonl", [{"messages": messages, "story": said[0]}, {"messages": messages}])
+        rank_by([{"source": str(write_lines(place / f"{name}.jsonl", record))}])
+        assert as_counter(ranking_of(place)) == wanted, name
+    path = write_lines(place / "both.jsonl", {"messages": messages, "story": said[0]}, {"messages": messages})
     rank_by([{"source": str(path), "text_field": "story"}])
-    assert as_counter(load_token_counts(token_counts(place))[0]) == counted([said[0]], tokenizer) + answer
+    assert as_counter(ranking_of(place)) == counted([said[0]], tokenizer) + answer
 
 
 def test_no_special_tokens_are_added_and_no_text_is_cut(tmp_path: Path) -> None:
@@ -252,7 +247,7 @@ def test_no_special_tokens_are_added_and_no_text_is_cut(tmp_path: Path) -> None:
     )
     tokenizer.backend_tokenizer.enable_truncation(5)
     assert tokenizer.encode("cat")[0] == 0
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "the cat " * 9}])
+    path = write_lines(tmp_path / "a.jsonl", {"text": "the cat " * 9})
     source = RankingSource(source=str(path))
     [(ids, _)] = Tokeniser(tokenizer, VOCAB_SIZE).documents(source, Rejects())
     assert Counter(ids) == counted(["the cat " * 9], make_tokenizer())
@@ -263,42 +258,42 @@ def test_bad_records_are_kept_and_stop_nothing(
 ) -> None:
     good = some_texts(5, 3)
     bad: dict[str, Any] = {
-        "malformed JSON": "{torn\n",
+        "malformed JSON": "{torn",
         "empty text": {"text": "  "},
         "wrong type: `text` must be text": {"text": 7},
         "no text": {"other": "x", "more": 1},
-        "wrong type: a record must be a JSON object": "[1]\n",
+        "wrong type: a record must be a JSON object": "[1]",
         "not Unicode": {"text": "\ud800"},
         "no assistant turn": {"messages": [{"role": "user", "content": "alone"}]},
         "wrong type: `messages`": {"messages": "none"},
     }
     texts = [{"text": text} for text in good]
-    a = write_lines(place / "a.jsonl", [*texts[:3], *bad.values(), *texts[3:]])
+    a = write_lines(place / "a.jsonl", *texts[:3], *bad.values(), *texts[3:])
     b = place / "b.txt"
     b.write_bytes(b"\xef\xbb\xbfthe cat\nsat \xff on\nthe mat\n")
     for again in (False, True):
         printed = rank_by([{"source": str(a)}, {"source": str(b)}])
         assert printed.count("rejected (") == 2 and printed.count("counted before") == 2 * again
-        corpora = load_corpora(token_counts(place))
+        corpora = corpora_of(place)
         assert as_counter(corpora[0].counts) == counted(good, tokenizer)
         assert as_counter(corpora[1].counts) == counted(["the cat\nthe mat\n"], tokenizer)
         assert [corpus.rejected for corpus in corpora] == [8, 1]
-        kept = [file.read_text().splitlines() for file in (place / "out/ranking").glob("*.rejects.jsonl")]
+        kept = [file.read_text().splitlines() for file in (place / "run/ranking").glob("*.rejects.jsonl")]
         entries = sorted((json.loads(line) for lines in kept for line in lines), key=lambda entry: entry["source"])
         assert [entry["line"] for entry in entries] == [*range(4, 12), 2]
         assert all(e["reason"].startswith(reason) for e, reason in zip(entries, [*bad, "not UTF-8"], strict=True))
 
 
 def test_what_changed_is_counted_anew(place: Path, rank_by: Script) -> None:
-    a, b = write_lines(place / "a.jsonl", [{"text": "the cat"}, "{torn\n"]), place / "b.txt"
+    a, b = write_lines(place / "a.jsonl", {"text": "the cat"}, "{torn"), place / "b.txt"
     b.write_text("the dog ran")
     sources = [{"source": str(a)}, {"source": str(b)}]
     assert "counted before" not in rank_by(sources)
     assert rank_by([{"source": str(b), "weight": 2.5}]).count("counted before") == 1  # weights and company are nothing
-    write_lines(a, [{"text": "the mat"}])
+    write_lines(a, {"text": "the mat"})
     printed = rank_by(sources)
     assert f"{a}: counted before" not in printed and f"{b}: counted before" in printed
-    corpus = load_corpora(token_counts(place))[0]
+    corpus = corpora_of(place)[0]
     assert as_counter(corpus.counts) == counted(["the mat"], make_tokenizer()) and corpus.rejected == 0
     assert "counted before" not in rank_by([{"source": str(a), "max_documents": 1}])
     (place / "other.jinja").write_text(make_tokenizer().get_chat_template() + " ")
@@ -318,15 +313,15 @@ def test_an_interrupted_count_starts_over_and_finished_ones_are_kept(
             yield {"text": text if i else 7}
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(stream))
-    path = write_lines(place / "a.jsonl", [{"text": "the cat"}])
+    path = write_lines(place / "a.jsonl", {"text": "the cat"})
     sources = [{"source": str(path)}, {"source": "hf:org/texts:train"}]
     with pytest.raises((UserError, KeyboardInterrupt)):
         rank_by(sources)
     printed = rank_by(sources)
     assert f"{path}: counted before" in printed and "hf:org/texts:train: counted" not in printed
-    dataset = load_corpora(token_counts(place))[1]
+    dataset = corpora_of(place)[1]
     assert as_counter(dataset.counts) == counted(texts[1:], make_tokenizer())
-    [kept] = (place / "out/ranking").glob("*.rejects.jsonl")
+    [kept] = (place / "run/ranking").glob("*.rejects.jsonl")
     assert (dataset.documents, len(kept.read_text().splitlines())) == (59, 1)  # not once for each try
 
 
@@ -354,9 +349,9 @@ def test_blend_equals_its_slow_twin() -> None:
 
 
 def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by: Script) -> None:
-    source = {"source": str(write_lines(place / "a.jsonl", [{"text": text} for text in some_texts(30, 10)]))}
+    source = {"source": str(write_lines(place / "a.jsonl", *({"text": text} for text in some_texts(30, 10))))}
     rank_by([source], "drafter.vocab_size=12")
-    vocab = DraftVocab.load(place / "out/draft_vocab.safetensors")
+    vocab = DraftVocab.load(place / "run/draft_vocab.safetensors")
     counts, metadata = load_token_counts(token_counts(place))
     assert not counts[TEMPLATE].any()  # foreign text holds none of them
     assert vocab.size == 12 == len(set(vocab.target_ids.tolist())) and vocab.t2d[TEMPLATE].all()
@@ -364,15 +359,13 @@ def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by:
     assert metadata["stop_ids"] == "[4]" and metadata["template_ids"] == "[1, 2, 3, 4]"
     # A cut while decoding takes them from the file.
     recipe = load_recipe(place / "recipe.yaml")
-    tree = TreeSection(vocab_size=4)
-    contender = contender_of(recipe, ContenderSection(tree=tree), "eval.tree")
-    contender = type(contender)(**{**vars(contender), "drafter": None})
+    contender = contender_of(recipe, ContenderSection(tree=TreeSection(vocab_size=4)), "eval.tree")
+    contender = replace(contender, drafter=None)
     target = TargetFiles.read(recipe.target)
     assert (target.config.vocab_size, target.stop_ids) == (VOCAB_SIZE, (4,))
     assert vocab_of(contender, target).size == 4
-    less = type(contender)(**{**vars(contender), "tree": TreeSection(vocab_size=3)})
     with pytest.raises(UserError, match=r"3 has no room for the 4 stop and template tokens \[1, 2, 3, 4\]"):
-        vocab_of(less, target)
+        vocab_of(replace(contender, tree=TreeSection(vocab_size=3)), target)
     assert cut_vocab(DraftVocab.full(VOCAB_SIZE), counts, 12, always_inside(metadata)).same_as(vocab)
 
 
@@ -408,45 +401,38 @@ CALLING = (
 
 
 def test_what_the_template_writes_into_answers_is_inside_of_a_ranking_by_answers(place: Path, rank_by: Script) -> None:
-    template = place / "calling.jinja"
-    template.write_text(CALLING)
-    recipe = yaml.safe_load((place / "recipe.yaml").read_text())
-    recipe["target"]["chat_template"] = str(template)
-    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (place / "calling.jinja").write_text(CALLING)
+    calling = f"target.chat_template={place / 'calling.jinja'}"
     say = make_tokenizer().encode("say: ", add_special_tokens=False)
     wanted = sorted({1, 4, *say})  # here <|system|> opens a call; the marks of turns nobody has to draft
     rare = next(token for token in range(70, 200) if token not in wanted)
-    write_lines(place / "out/conversations.jsonl", [regenerated(*[rare] * 9, 4)])
-    rank_by([], f"drafter.vocab_size={len(wanted) + 1}")
-    vocab = DraftVocab.load(place / "out/draft_vocab.safetensors")
+    write_lines(place / "run/conversations.jsonl", regenerated(*[rare] * 9, 4))
+    rank_by([], calling, f"drafter.vocab_size={len(wanted) + 1}")
+    vocab = DraftVocab.load(place / "run/draft_vocab.safetensors")
     assert vocab.target_ids.tolist() == sorted([*wanted, rare])
     counts, metadata = load_token_counts(token_counts(place))
     assert not counts[sorted({*wanted} - {4})].any() and always_inside(metadata) == set(wanted)
     assert metadata["stop_ids"] == "[4]" and 4 not in json.loads(metadata["template_ids"])
     with pytest.raises(UserError, match=rf"has no room for the {len(wanted)} stop and template tokens"):
-        rank_by(
-            [],
-            "drafter.vocab_size=2",
-            f"output_dir={place / 'new'}",
-            f"data.conversations={place}/out/conversations.jsonl",
-        )
+        elsewhere = f"output_dir={place / 'new'}", f"data.conversations={place}/run/conversations.jsonl"
+        rank_by([], calling, "drafter.vocab_size=2", *elsewhere)
 
 
 def test_answers_that_are_wanted_for_comparison_alone_block_nothing(place: Path, rank_by: Script) -> None:
-    source = {"source": str(write_lines(place / "a.jsonl", [{"text": "the cat sat"}]))}
-    for content, words in (("", ""), ("{torn\n", ""), (regenerated(VOCAB_SIZE + 7, 4), "is outside")):
-        write_lines(place / "out/conversations.jsonl", [content])
+    source = {"source": str(write_lines(place / "a.jsonl", {"text": "the cat sat"}))}
+    for content, words in (("", ""), ("{torn", ""), (regenerated(VOCAB_SIZE + 7, 4), "is outside")):
+        write_lines(place / "run/conversations.jsonl", content)
         printed = rank_by([source])
         assert re.search(rf"note: the coverage of the target's own answers is unknown: .*{words}", printed), printed
-        assert [corpus.source for corpus in load_corpora(token_counts(place))] == [source["source"]]
+        assert [corpus.source for corpus in corpora_of(place)] == [source["source"]]
         with pytest.raises(UserError, match=rf"answers holds no token|data\.conversations|{words or 'never'}"):
             rank_by([source, {"source": "answers"}])
 
 
 def test_coverage_by_corpus_and_size(place: Path, rank_by: Script, tokenizer: PreTrainedTokenizerBase) -> None:
     texts = [some_texts(30, 11), ["zebra quiz box jam " * 20]]
-    paths = [write_lines(place / f"{i}.jsonl", [{"text": text} for text in part]) for i, part in enumerate(texts)]
-    write_lines(place / "out/conversations.jsonl", [regenerated(70, 71, 70, 4)])
+    paths = [write_lines(place / f"{i}.jsonl", *({"text": text} for text in part)) for i, part in enumerate(texts)]
+    write_lines(place / "run/conversations.jsonl", regenerated(70, 71, 70, 4))
     weights = [3.0, 0.5]
     sources = [{"source": str(path), "weight": weight} for path, weight in zip(paths, weights, strict=True)]
     printed = rank_by(sources)
@@ -464,41 +450,19 @@ def test_coverage_by_corpus_and_size(place: Path, rank_by: Script, tokenizer: Pr
         inside = reference.most_frequent(list(range(VOCAB_SIZE)), ranking, int(size), TEMPLATE)
         wanted = [sum(corpus[token] for token in inside) / corpus.total() for corpus in columns]
         assert shares == [f"{share:.2%}" for share in wanted]
-    assert [corpus.weight for corpus in load_corpora(token_counts(place))] == [3.0, 0.5, None]
-    assert load_token_counts(token_counts(place))[0].tolist() == ranking
+    assert [corpus.weight for corpus in corpora_of(place)] == [3.0, 0.5, None]
+    assert ranking_of(place).tolist() == ranking
     # As a source of the blend, the answers come in the recipe's order.
     rank_by([{"source": "answers", "weight": 1}, sources[0]])
-    assert [corpus.source for corpus in load_corpora(token_counts(place))] == ["answers", str(paths[0])]
-    assert as_counter(load_corpora(token_counts(place))[0].counts) == answers
+    assert [corpus.source for corpus in corpora_of(place)] == ["answers", str(paths[0])]
+    assert as_counter(corpora_of(place)[0].counts) == answers
 
 
 def test_the_answers_alone_are_counted_as_without_a_ranking(place: Path, rank_by: Script) -> None:
-    write_lines(place / "out/conversations.jsonl", [regenerated(70, 71, 70, 4)])
+    write_lines(place / "run/conversations.jsonl", regenerated(70, 71, 70, 4))
     rank_by([])
     plain, metadata = load_token_counts(token_counts(place))
     assert set(metadata) == {"tokenizer_fingerprint", "counted_tokens", "stop_ids"}
-    assert not (place / "out/ranking").exists()
+    assert not (place / "run/ranking").exists()
     rank_by([{"source": "answers", "weight": 0.25}])
-    assert torch.equal(load_token_counts(token_counts(place))[0], plain)
-
-
-def test_all_sources_that_are_wrong_are_told_at_once(place: Path, rank_by: Script) -> None:
-    good = write_lines(place / "good.jsonl", [{"text": "the cat"}])
-    write_lines(place / "blank.jsonl", ["\n", "\n"])
-    write_lines(place / "nofield.jsonl", [{"body": "x", "n": 1}])
-    (place / "fake.parquet").write_bytes(b"no parquet")
-    wrong = {
-        f"{place}/missing.txt": "no such file",
-        f"{place}/blank.jsonl": "it holds no records",
-        f"{place}/nofield.jsonl": "no field `text` .* among body, n",
-        f"{place}/fake.parquet": "cannot be read as parquet",
-        "hf:": "write hf:org/name",
-        f"hf:{place}/no-such:train": "datasets cannot load it",
-        "hf:org/name:train[:10]": "parts of a split",
-        str(good): "listed twice",
-    }
-    with pytest.raises(UserError) as caught:
-        rank_by([{"source": name} for name in (str(good), *wrong)])
-    for number, pattern in enumerate(wrong.values(), start=1):
-        assert any(re.search(rf"sources\.{number}: .*{pattern}", problem) for problem in caught.value.problems), pattern
-    assert [path.name for path in (place / "out").iterdir()] == [".lock"]  # nothing was counted
+    assert torch.equal(ranking_of(place), plain)

@@ -10,19 +10,21 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.replay.recorded_answers import RecordedAnswer
 from draftsmith.eval.replay.replay import replay
-from draftsmith.models.alignment import Columns, Documents, columns_of
+from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.checkpoint import read_drafter, save_drafter
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.drafters import build_drafter, config_class
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
-from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, PlacedInsert, Prompt
+from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Prompt
 from draftsmith.models.vispec import VisionDrafter
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.train.loss.unroll import UnrollSums, teacher_of, unroll
+from draftsmith.train.run.batches import MicroBatch, collate
 from draftsmith.train.run.initial_drafter import start_from
 from tests.decoding import decode, decode_batch
 from tests.drafter_cases import (
@@ -92,44 +94,34 @@ def make_prompts(texts: Sequence[tuple[int, Sequence[tuple[int, int]]]] = TEXTS,
     return prompts
 
 
-def laid_out(prompts: Sequence[Prompt], packed: bool) -> tuple[torch.Tensor, torch.Tensor, Any, list[PlacedInsert]]:
-    """(ids, spans, documents, inserts): one prompt a row, or all in one."""
-    starts = [sum(len(p) for p in prompts[:i]) if packed else 0 for i in range(len(prompts))]
-    rows = [0 if packed else i for i in range(len(prompts))]
-    width = sum(map(len, prompts)) if packed else max(map(len, prompts))
-    ids, span, position = torch.zeros(3, max(rows) + 1, width, dtype=torch.long)
-    inserts = []
-    for row, start, prompt in zip(rows, starts, prompts, strict=True):
-        ids[row, start : start + len(prompt)] = torch.tensor(prompt.token_ids)
-        span[row, start + len(prompt) - ANSWER : start + len(prompt)] = 1 + start
-        position[row, start : start + len(prompt)] = torch.arange(len(prompt))
-        inserts += [PlacedInsert(row, each.at(start + each.first)) for each in prompt.inserts]
-    places = tuple(zip(rows, starts, map(len, prompts), strict=True))
-    return ids, span, Documents(position, places) if packed else None, inserts
+def laid_out(prompts: Sequence[Prompt], packed: bool) -> MicroBatch:
+    """One prompt a row, or all in one."""
+    rows = [TrainingRow("", list(each), [(len(each) - ANSWER, len(each))], inserts=each.inserts) for each in prompts]
+    return collate(rows, packed)
 
 
 def states_of(
     drafter: FeatureDrafter, prompts: Sequence[Prompt], packed: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, _, documents, inserts = laid_out(prompts, packed)
-    states = small_target().states(ids, drafter.config.capture_layers, documents, inserts)
+    batch = laid_out(prompts, packed)
+    states = small_target().states(batch.ids, drafter.config.capture_layers, batch.documents, batch.inserts)
     return states.captured, states.last
 
 
 def inputs_of(drafter: FeatureDrafter, prompts: Sequence[Prompt], packed: bool = False) -> DecoderInputs:
-    ids, _, documents, inserts = laid_out(prompts, packed)
-    return embedder_of(drafter).inputs(ids, None if documents is None else documents.position, inserts, drafter.dtype)
+    batch = laid_out(prompts, packed)
+    return embedder_of(drafter).inputs(batch.ids, batch.position if packed else None, batch.inserts, drafter.dtype)
 
 
 def sums_of(name: str, drafter: FeatureDrafter, prompts: Sequence[Prompt], packed: bool, **how: bool) -> UnrollSums:
     case, bf16 = CASES[name], how.pop("bf16", False)
-    ids, span, documents, _ = laid_out(prompts, packed)
+    batch = laid_out(prompts, packed)
     captured, last = states_of(drafter, prompts, packed)
-    columns = columns_of(span, case.steps)
-    teacher = teacher_of(small_target(), last, ids, columns, drafter.vocab)
+    columns = columns_of(batch.span, case.steps)
+    teacher = teacher_of(small_target(), last, batch.ids, columns, drafter.vocab)
     trainee = trainee_of(case, drafter, **how)
     trainee.bf16 = bf16
-    return trainee(captured.to(drafter.dtype), inputs_of(drafter, prompts, packed), columns, teacher, documents)
+    return trainee(captured.to(drafter.dtype), inputs_of(drafter, prompts, packed), columns, teacher, batch.documents)
 
 
 KEY_BIAS = "img_adaptor.k_proj.bias"
@@ -154,16 +146,17 @@ def test_the_loss_is_that_of_the_slow_twin_in_value_and_gradient(name: str) -> N
     weights = {key: p.detach().clone().requires_grad_() for key, p in drafter.named_parameters()}
     table, head = target.embedding_table.detach().double(), target.head_weight.detach().double()
     slow = SlowVispec(weights, table, head, drafter.config)
-    ids, span, _, _ = laid_out(prompts, packed=False)
+    batch = laid_out(prompts, packed=False)
+    ids, span = batch.ids.tolist(), batch.span.tolist()
     slow.pictures = {
         tuple(row): [(each.first, target.read_insert(each).double()) for each in prompt.inserts]
-        for row, prompt in zip(ids.tolist(), prompts, strict=True)
+        for row, prompt in zip(ids, prompts, strict=True)
     }
     captured, last = (each.double() for each in states_of(drafter, prompts, packed=False))
     chosen = drafter.vocab.target_ids.tolist()
     trainee = trainee_of(case, drafter)
     loss, reached, trained, correct = slow_loss(
-        slow, list(captured), list(last @ head.T), list(last), ids.tolist(), span.tolist(), chosen, trainee
+        slow, list(captured), list(last @ head.T), list(last), ids, span, chosen, trainee
     )
     loss.backward()
     assert [sums.reached.tolist(), sums.trained.tolist(), sums.correct.tolist()] == [reached, trained, correct]

@@ -21,24 +21,30 @@ from tests.recipes.test_recipes import SMALLEST
 
 
 def test_command_takes_overrides_anywhere(tmp_path: Path) -> None:
-    path = str(tmp_path / "recipe.yaml")
-    Path(path).write_text(SMALLEST)
-    command = cli.parse_command(
-        "Doc.",
-        [path, "train.seed=4", "--plan", "--show", "3", "train.max_steps=2"],
-        extra=lambda parser: parser.add_argument("--show", type=int),
-    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(SMALLEST)
+    words = [str(path), "train.seed=4", "--plan", "--show", "3", "train.max_steps=2"]
+    command = cli.parse_command("Doc.", words, extra=lambda parser: parser.add_argument("--show", type=int))
     assert (command.recipe.train.seed, command.recipe.train.max_steps) == (4, 2)
-    assert (command.plan, command.show, command.recipe_path) == (True, 3, path)
+    assert (command.plan, command.show, command.recipe_path) == (True, 3, str(path))
     assert command.overrides == ["train.seed=4", "train.max_steps=2"]
 
 
-def test_help_shows_the_docstring_as_written(capsys):
-    doc = "Train a drafter, 100 % of it.\n\n    train/eagle3.py   recipes/demo.yaml\n"
-    with pytest.raises(SystemExit) as caught:
-        cli.parse_command(doc, ["--help"])
-    shown = capsys.readouterr().out
-    assert caught.value.code == 0 and doc in shown and "--plan" in shown and "train.max_steps=100" in shown
+Ended = tuple[int | str | None, str]
+
+
+@pytest.fixture
+def ended_by(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """How `cli.run` ends by an error of its script, or whatever this does: (exit code, what stderr got)."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # Ctrl-C stays pytest's
+    monkeypatch.setattr(cli.atexit, "register", lambda _: None)  # or it would end pytest with a status of its own
+
+    def call(script: BaseException | Callable[[], None], **how: bool) -> Ended:
+        with pytest.raises(SystemExit) as caught:
+            cli.run(failing(script) if isinstance(script, BaseException) else script, **how)
+        return caught.value.code, capsys.readouterr().err
+
+    return call
 
 
 def failing(error: BaseException) -> Callable[[], None]:
@@ -70,18 +76,11 @@ DENIED = PermissionError(errno.EACCES, "Permission denied", "runs/x")
     ],
 )
 def test_errors_become_exit_codes(
-    error: BaseException,
-    terminal: bool,
-    code: int,
-    said: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, terminal: bool, code: int, said: str, ended_by: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # Ctrl-C stays pytest's
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with pytest.raises(SystemExit) as caught:
-        cli.run(failing(error))
-    assert caught.value.code == code and capsys.readouterr().err.startswith(said)
+    ended = ended_by(error)
+    assert ended[0] == code and ended[1].startswith(said)
 
 
 def test_a_defect_of_ours_keeps_its_traceback() -> None:
@@ -90,18 +89,16 @@ def test_a_defect_of_ours_keeps_its_traceback() -> None:
             cli.run(failing(error))
 
 
-IMPORTS = {
-    "script": "import draftsmith.recipes.command.cli",
-    "console": "from draftsmith.recipes.command.console import main\nmain()",
-}
-
-
-@pytest.mark.parametrize("program", IMPORTS)
+@pytest.mark.parametrize(
+    "program",
+    ["import draftsmith.recipes.command.cli", "from draftsmith.recipes.command.console import main\nmain()"],
+    ids=["script", "console"],
+)
 def test_ctrl_c_while_modules_are_imported_needs_no_traceback(program: str, tmp_path: Path) -> None:
     """The recipe's schema, which comes late, takes forever here."""
     stand_in = f"import time\nopen({str(tmp_path / 'begun')!r}, 'w').close()\ntime.sleep(60)\n"
     (tmp_path / "yaml.py").write_text(stand_in)
-    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nsys.argv = ['draftsmith', 'train']\n{IMPORTS[program]}"
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nsys.argv = ['draftsmith', 'train']\n{program}"
     command = [sys.executable, "-c", f"import signal\nsignal.signal(2, signal.default_int_handler)\n{code}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 30
@@ -111,18 +108,12 @@ def test_ctrl_c_while_modules_are_imported_needs_no_traceback(program: str, tmp_
     assert (process.communicate(timeout=30)[1], process.returncode) == ("interrupted\n", 130)
 
 
-def test_ranks_tell_their_problems_and_rank_0_an_interruption(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(cli.atexit, "register", lambda _: None)  # or it would end pytest with a status of its own
+def test_ranks_tell_their_problems_and_rank_0_an_interruption(ended_by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     told = "[rank 1] error: 2 problems\n  - wrong.\n  - worse.\n"
-    for error, code, said in ((UserError(["wrong.", "worse."]), 2, told), (KeyboardInterrupt(), 130, "")):
-        with pytest.raises(SystemExit) as caught:
-            cli.run(failing(error), many_processes=True)
-        assert (caught.value.code, capsys.readouterr().err) == (code, said)
+    assert ended_by(UserError(["wrong.", "worse."]), many_processes=True) == (2, told)
+    assert ended_by(KeyboardInterrupt(), many_processes=True) == (130, "")
     cli.run(lambda: None, many_processes=True)
 
 
@@ -164,17 +155,15 @@ def test_a_job_that_shares_its_cores_says_so(
 
 @pytest.mark.parametrize("launcher", [("WORLD_SIZE", "LOCAL_RANK"), ("PMI_SIZE", "MPI_LOCALRANKID")])
 def test_several_processes_of_a_script_that_needs_one_are_refused_and_the_first_says_so(
-    launcher: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    launcher: tuple[str, str], ended_by: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr(launch.time, "sleep", waited.append)
     for local_rank, waits in (("0", []), ("1", [launch.ENDED_BY_LAUNCHER_SECONDS])):  # until the launcher ends it
         for name, value in zip(launcher, ("2", local_rank), strict=True):
             monkeypatch.setenv(name, value)
-        with pytest.raises(SystemExit) as caught:
-            cli.run(lambda: pytest.fail("it has begun"))
-        assert caught.value.code == 2 and waited == waits
-        assert "runs as one process, and 2 were started" in capsys.readouterr().err
+        code, said = ended_by(lambda: pytest.fail("it has begun"))
+        assert code == 2 and waited == waits and "runs as one process, and 2 were started" in said
 
 
 def test_a_reader_who_goes_away_is_no_defect() -> None:
@@ -196,15 +185,6 @@ def test_a_stream_that_is_closed_takes_nothing_and_is_no_defect(closed: str) -> 
 # Progress bars.
 
 
-class Screen(io.StringIO):
-    def __init__(self, terminal: bool):
-        super().__init__()
-        self.terminal = terminal
-
-    def isatty(self) -> bool:
-        return self.terminal
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of bars. Nothing speaks while it moves, unless the test says so."""
@@ -219,7 +199,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def drawn(monkeypatch: pytest.MonkeyPatch, clock: Clock, terminal: bool, seconds: float, **settings: Any) -> str:
     """What 4 steps of a stage of 8 show, after so many seconds."""
-    screen = Screen(terminal)
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: terminal)
     monkeypatch.setattr("sys.stderr", screen)
     with Bar(total=8, desc="decode", unit="prompt", mininterval=0, **settings) as bar:
         bar.set_postfix_str("tau 2.31", refresh=False)

@@ -27,7 +27,8 @@ from draftsmith.recipes.command.cli import parse_command
 from draftsmith.recipes.command.stages import INSIDE_RUN, STAGES, print_next
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from tests.training_runs import run_main
+from tests.replay_cases import write_lines
+from tests.training_runs import run_main, write_recipe
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib")
@@ -57,6 +58,7 @@ for name, script in console.SCRIPTS.items():
         said = out.getvalue() + err.getvalue()
         expected = {{"--help": f"usage: draftsmith {{name}}", "nothere.yaml": "no such recipe file"}}
         assert expected.get(arguments[0], needs.get(name)) in said, (name, arguments, said)
+        assert arguments[0] != "--help" or importlib.import_module(script.module).__doc__ in said, name  # as written
         heavy = [each for each in {HEAVY!r} if each in sys.modules]
         assert not heavy, (name, arguments, heavy)  # so `run` can still set up their threads
 """
@@ -114,15 +116,9 @@ class Stages:
 
 @pytest.fixture
 def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stages:
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
-    recipe = {
-        "output_dir": str(tmp_path / "run"),
-        "target": {"model": str(ROOT / "recipes/demo_target")},
-        "data": {"prompts": str(tmp_path / "prompts.jsonl")},
-        "eval": {"prompts": str(ROOT / "recipes/demo_prompts/stdlib-heldout.jsonl.gz")},
-    }
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
-    return Stages(tmp_path / "r.yaml", monkeypatch)
+    prompts, asked = write_lines(tmp_path / "prompts.jsonl", {"prompt": "a"}), "demo_prompts/stdlib-heldout.jsonl.gz"
+    sections = {"data": {"prompts": str(prompts)}, "eval": {"prompts": str(ROOT / "recipes" / asked)}}
+    return Stages(write_recipe(tmp_path, ROOT / "recipes/demo_target", **sections), monkeypatch)
 
 
 ALL = ["regenerate", "rank-vocab", "train", "evaluate"]
@@ -149,7 +145,7 @@ def test_a_run_does_what_is_missing_and_nothing_else(stages: Stages, capsys: pyt
 def test_what_decides_a_result_makes_a_stage_run_again_and_nothing_else(stages: Stages, tmp_path: Path) -> None:
     run, remove = tmp_path / "run", "data.contamination=remove"
     assert stages.run() == ALL
-    assert stages.run("data.generator.batch_size=2", "train.trackers=[]", "target.device=cpu") == []
+    assert stages.run("data.generator.batch_size=2", "train.trackers=[]", "target.device=auto") == []
     os.utime(run / "conversations.jsonl")  # another time, the same content
     assert stages.run() == []
     shutil.copytree(run, tmp_path / "copy")
@@ -297,31 +293,19 @@ def command(words: str, *arguments: str) -> str:
 
 @pytest.mark.slow
 def test_one_command_goes_through_all_and_a_launched_script_makes_the_same(target_dir: Path, tmp_path: Path) -> None:
-    run, path = tmp_path / "run", str(tmp_path / "recipe.yaml")
-    questions = [
-        {"id": f"q{i}", "messages": [{"role": "user", "content": f"the cat {i} sat"}] * (1 + i % 2)} for i in range(12)
-    ]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
-    recipe = {
-        "output_dir": str(run),
-        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
-        "data": {
-            "prompts": str(tmp_path / "prompts.jsonl"),
-            "max_length": 200,
-            "generator": {"batch_size": 4, "max_new_tokens": 20, "temperature": 0},
-        },
+    run, questions = tmp_path / "run", [{"id": f"q{i}", "turns": [f"the cat {i} sat"] * (1 + i % 2)} for i in range(12)]
+    prompts = str(write_lines(tmp_path / "prompts.jsonl", *questions))
+    answers = {"batch_size": 4, "max_new_tokens": 20, "temperature": 0}
+    lookup = {"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 6}}
+    evaluated = {"prompts": prompts, "max_prompts": 4, "max_new_tokens": 16, "also": [lookup]}
+    sections = {
+        "data": {"prompts": prompts, "max_length": 200, "generator": answers},
         "drafter": {"vocab_size": 20},
         "train": {"max_steps": 4, "batch_size": 4, "log_every_steps": 2, "mixed_precision": "no"},
-        "eval": {
-            "prompts": str(tmp_path / "prompts.jsonl"),
-            "max_prompts": 4,
-            "max_new_tokens": 16,
-            "tree": {"nodes": 12, "draft_calls": 3, "top_k": 4},
-            "also": [{"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 6}}],
-        },
+        "eval": evaluated | {"tree": {"nodes": 12, "draft_calls": 3, "top_k": 4}},
         "export": {"to": "vllm"},
     }
-    Path(path).write_text(yaml.safe_dump(recipe))
+    path = str(write_recipe(tmp_path, target_dir, **sections))
     first = command("-m draftsmith.recipes.command.console run", path)
     stages = ("regenerate", "rank-vocab", "train", "evaluate", "export")
     assert [f"[{i}/5] draftsmith {stage} {path}" in first for i, stage in enumerate(stages, 1)] == [True] * 5

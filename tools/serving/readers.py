@@ -2,7 +2,7 @@
 
     make readers      # installs the packages, then runs this for the demo, after `make demo-full`
 
-    python tools/serving/readers.py recipes/demo-full.yaml --work runs/readers --speculators PYTHON --vllm PYTHON \
+    python -m tools.serving.readers recipes/demo-full.yaml --work runs/readers --speculators PYTHON --vllm PYTHON \
       --modelopt PYTHON --nemo PYTHON
 
 Each PYTHON is that of an environment with the package; a reader without one is left out, and named. The exit code is 1
@@ -15,7 +15,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,35 +25,16 @@ from draftsmith.models.checkpoint import read_drafter
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.drafter_base import Drafter
 from draftsmith.models.drafters import build_drafter, drafting_of
-from draftsmith.models.prompt import DecoderInputs, PlacedInsert, PlacedRows
+from draftsmith.models.prompt import DecoderInputs, PlacedRows
 from draftsmith.models.vispec import VispecConfig
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.train.loss.unroll import unroll
+from tools.bench.cut import Embeddings
 
 HERE = Path(__file__).parent
 STEPS, COLUMNS = 3, 14
 TOLERANCE = 1e-4  # of log-probabilities: float32, in another order of operations
-
-
-class Embeddings:
-    """A table of embeddings in a target's place."""
-
-    def __init__(self, table: torch.Tensor):
-        self.table = table
-
-    def embed(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return self.table[ids].to(dtype or self.table.dtype)
-
-    def inputs(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        inserts: Sequence[PlacedInsert] = (),
-        dtype: torch.dtype | None = None,
-    ) -> DecoderInputs:
-        places = torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
-        return DecoderInputs(self.embed(ids, dtype), places)
 
 
 def our_log_probs(
