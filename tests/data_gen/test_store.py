@@ -41,10 +41,9 @@ from draftsmith.train.run.initial_drafter import new_drafter
 from draftsmith.train.run.schedule import BATCHES_AHEAD, Schedule
 from draftsmith.train.run.state_sources import OnlineStates, ShardOrder, StateSource, StoredStates
 from tests.conftest import make_target, make_tokenizer
-from tests.crash_states import full_disk, restore, watched
-from tests.data_gen.test_crashes import EVERY, cut, flip
+from tests.crash_states import EVERY, cut, flip, full_disk, restore, state_of, watched
 from tests.drafter_cases import assert_same_gradients, gradients
-from tests.store_cases import CONVERSATIONS, KINDS, SHARDS, capture, files_of, refusals, rows_of, target_of
+from tests.store_cases import CONVERSATIONS, KINDS, SHARDS, capture, refusals, rows_of, target_of
 from tests.store_cases import copy as copy
 from tests.store_cases import recipe_path as recipe_path
 from tests.store_cases import store as store
@@ -118,13 +117,13 @@ def test_a_store_holds_what_the_target_says_of_each_row_alone(recipe_path: Path,
 
 
 def test_rows_with_states_that_are_not_finite_are_named_and_kept(
-    recipe_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    recipe_path: Path, target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     model, rows = make_target(), rows_of(load_recipe(recipe_path))
     token = rows[0].input_ids[5]
     with torch.no_grad():
         model.get_input_embeddings().weight[token] = float("nan")
-    shutil.copytree(recipe_path.parent / "target", tmp_path / "target")
+    shutil.copytree(target_dir, tmp_path / "target")
     model.save_pretrained(tmp_path / "target")
     states = f"data.states={tmp_path / 'states'}"
     capture(recipe_path, f"target.model={tmp_path / 'target'}", states, "data.capture.dtype=fp8")
@@ -350,13 +349,6 @@ def test_a_store_for_something_else_is_refused_with_both_sides(recipe_path: Path
     train(recipe_path, from_store, f"output_dir={output}", "train.max_steps=1")
 
 
-def test_no_store_or_an_unfinished_one_is_told(recipe_path: Path, copy: Path, tmp_path: Path) -> None:
-    nothing = refusals(recipe_path, f"data.states={tmp_path / 'nothing'}")
-    assert "no hidden states in" in nothing and "run `draftsmith capture` first" in nothing
-    entry_path(copy, 1).unlink()
-    assert f"has {SHARDS - 1} of {SHARDS} shards" in refusals(recipe_path, f"data.states={copy}")
-
-
 # Damage.
 
 
@@ -377,7 +369,7 @@ def test_damaged_files_are_named_and_written_anew(
     said = refusals(recipe_path, f"data.states={copy}", f"output_dir={output}", "train.max_steps=20")
     assert f"{copy / name}: " in said and problem in said and "draftsmith capture --verify" in said
     capture(recipe_path, f"data.states={copy}", "--verify")
-    assert files_of(copy) == files_of(store)
+    assert state_of(copy) == state_of(store)
 
 
 @pytest.mark.parametrize("change", ["{", "[]", {"kind": "c2t"}, {"target_files": None}])
@@ -426,7 +418,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
         wanted.check_room()
     with pytest.raises(UserError, match=r"MB are still to be written to .* free there: make room"):
         capture(recipe_path, f"data.states={tmp_path / 'states'}")
-    assert not files_of(tmp_path / "states")
+    assert not state_of(tmp_path / "states")
 
 
 # Several processes.
@@ -445,10 +437,10 @@ def test_processes_share_the_shards_and_write_what_one_writes(
         as_rank(monkeypatch, rank, 3)
         capture(recipe_path, f"data.states={tmp_path}")
         own = {f"shard-{number:05d}.safetensors" for number in range(rank, SHARDS, 3)}
-        assert own <= files_of(tmp_path).keys()
+        assert own <= state_of(tmp_path).keys()
         printed = capsys.readouterr().out
         assert (f"{SHARDS} of {SHARDS} shards" in printed) is last and ("writes  " in printed) is (rank == 0)
-    assert files_of(tmp_path) == files_of(store)
+    assert state_of(tmp_path) == state_of(store)
 
 
 def test_shards_of_something_else_are_not_mixed_in(recipe_path: Path, tmp_path: Path, copy: Path) -> None:
@@ -481,13 +473,14 @@ def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_two_captures_do_not_write_into_one_folder(recipe_path: Path, copy: Path) -> None:
-    (copy / "shard-00002.safetensors").unlink()
-    left = files_of(copy)
+    entry_path(copy, 2).unlink()
+    left = state_of(copy)
+    assert f"has {SHARDS - 1} of {SHARDS} shards" in refusals(recipe_path, f"data.states={copy}")
     with alone_in(copy), pytest.raises(UserError, match="another run is writing there"):
         capture(recipe_path, f"data.states={copy}")
-    assert files_of(copy) == left
+    assert state_of(copy) == left
     capture(recipe_path, f"data.states={copy}")
-    assert len(files_of(copy)) == len(left) + 1
+    assert len(state_of(copy)) == len(left) + 1
 
 
 # Kills.
@@ -512,7 +505,7 @@ def test_a_capture_that_was_killed_goes_on(recipe_path: Path, store: Path, tmp_p
         before = {path: path.stat().st_mtime_ns for path in whole}
         capture(recipe_path, f"data.states={directory}")
         assert all(path.stat().st_mtime_ns == written for path, written in before.items())
-        assert files_of(directory) == files_of(store)
+        assert state_of(directory) == state_of(store)
 
 
 def check_what_a_kill_left(directory: Path) -> None:
@@ -532,4 +525,4 @@ def test_a_disk_that_fills_up_is_one_message_and_what_was_written_is_whole(
     check_what_a_kill_left(directory)
     assert not list(directory.glob("*.partial"))
     capture(recipe_path, f"data.states={directory}")
-    assert files_of(directory) == files_of(store)
+    assert state_of(directory) == state_of(store)
