@@ -10,6 +10,7 @@ Its answers follow from the prompt's token ids alone (`expected`); their text, t
 
 import contextlib
 import hashlib
+import itertools
 import json
 import random
 import socket
@@ -49,13 +50,7 @@ def raw(body: bytes, status: int = 200, **headers: str) -> Callable[[], Response
 
 def dripping(piece: bytes) -> Callable[[], Response]:
     """A response that has no end: `piece` again and again."""
-
-    def drip() -> Iterator[bytes]:
-        while True:
-            yield piece
-            time.sleep(0.02)
-
-    return lambda: Response(drip(), mimetype="application/json")
+    return lambda: Response((time.sleep(0.02) or piece for _ in itertools.count()), mimetype="application/json")
 
 
 @dataclass
@@ -90,7 +85,6 @@ class FakeServer:
         self.asked: Counter[tuple[int, ...]] = Counter()  # prompts that came, without the first trial of one token
         self.answered: Counter[tuple[int, ...]] = Counter()
         self.bodies: list[Reply] = []
-        self.headers: list[dict[str, str]] = []
         self.times: list[float] = []
         self.busy = self.busiest = self.looks = 0  # requests under way, at most; at the list of models
         self._chance, self._lock = random.Random(0), threading.RLock()
@@ -142,7 +136,6 @@ class FakeServer:
             if len(body["prompt"]) > 1:
                 self.asked[tuple(body["prompt"])] += 1
                 self.bodies.append(body)
-                self.headers.append(dict(request.headers))
                 self.times.append(time.monotonic())
             self.busy += 1
             self.busiest = max(self.busiest, self.busy)

@@ -75,16 +75,22 @@ class Whole:
         (check_trained if self.kind == TRAINING else check_regenerated)(output, self.output)
 
 
-@pytest.fixture(scope="module")
-def wholes(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
-    """By kind."""
+Wholes = Callable[[str], Whole]  # by kind
 
+
+@pytest.fixture(scope="module")
+def wholes(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Wholes:
     @functools.cache
     def whole(kind: str) -> Whole:
         output = tmp_path_factory.mktemp("whole")
         return Whole(recipe, to_train(output) if kind == TRAINING else output, kind)
 
     return whole
+
+
+@pytest.fixture
+def training(wholes: Wholes) -> Whole:
+    return wholes(TRAINING)
 
 
 def check_regenerated(output: Path, expected: Path) -> None:
@@ -109,9 +115,7 @@ def check_trained(output: Path, expected: Path) -> None:
 
 @pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("kind", [REGENERATION, WITH_STATES, TRAINING])
-def test_a_run_goes_on_from_whatever_a_kill_left(
-    wholes: Callable[[str], Whole], tmp_path: Path, kind: str, every: int
-) -> None:
+def test_a_run_goes_on_from_whatever_a_kill_left(wholes: Wholes, tmp_path: Path, kind: str, every: int) -> None:
     for state in wholes(kind).states[::every]:
         output = restore(state, tmp_path / "out")
         wholes(kind).go_on(output)
@@ -119,7 +123,7 @@ def test_a_run_goes_on_from_whatever_a_kill_left(
         assert (output / "conversations.jsonl").read_bytes().startswith(content[: content.rfind(b"\n") + 1])
 
 
-def test_whole_runs_leave_what_kills_can_hurt(wholes: Callable[[str], Whole]) -> None:
+def test_whole_runs_leave_what_kills_can_hurt(wholes: Wholes) -> None:
     """Answers to each prompt and torn ones, metrics of each step that has some."""
     whole = wholes(WITH_STATES)
     assert lines_in(whole.output / "conversations.jsonl") == 6
@@ -131,9 +135,7 @@ def test_whole_runs_leave_what_kills_can_hurt(wholes: Callable[[str], Whole]) ->
 @pytest.mark.parametrize(
     ("full", "limit"), {"conversations.jsonl": 3000, "conversations.rejects.jsonl": 100, "states/written": 6000}.items()
 )
-def test_a_full_disk_is_one_message_and_loses_nothing(
-    wholes: Callable[[str], Whole], tmp_path: Path, full: str, limit: int
-) -> None:
+def test_a_full_disk_is_one_message_and_loses_nothing(wholes: Wholes, tmp_path: Path, full: str, limit: int) -> None:
     with_states = full == "states/written"
     whole, output = wholes(WITH_STATES if with_states else REGENERATION), tmp_path / "out"
     if with_states:  # the target's files are there, which are larger than the limit
@@ -150,15 +152,10 @@ def test_a_full_disk_is_one_message_and_loses_nothing(
 # Training.
 
 
-@pytest.fixture
-def whole_training(wholes: Callable[[str], Whole]) -> Whole:
-    return wholes(TRAINING)
-
-
-def test_every_kill_leaves_whole_checkpoints(whole_training: Whole, tmp_path: Path) -> None:
+def test_every_kill_leaves_whole_checkpoints(training: Whole, tmp_path: Path) -> None:
     """None is lost once it is there, until newer ones are."""
     newest = 0
-    for state in whole_training.states:
+    for state in training.states:
         checkpoints = restore(state, tmp_path / "out") / "checkpoints"
         settle(checkpoints)
         steps = [int(path.name[-8:]) for path in list_checkpoints(checkpoints)]
@@ -169,10 +166,10 @@ def test_every_kill_leaves_whole_checkpoints(whole_training: Whole, tmp_path: Pa
 
 @pytest.mark.parametrize("harm", [cut, flip, Path.unlink])
 def test_damaged_checkpoints_are_named_and_set_aside(
-    whole_training: Whole, tmp_path: Path, capsys: pytest.CaptureFixture, harm: Callable[[Path], None]
+    training: Whole, tmp_path: Path, capsys: pytest.CaptureFixture, harm: Callable[[Path], None]
 ) -> None:
     """Each file of the newest one."""
-    before, newest = list_checkpoints(whole_training.output / "checkpoints")
+    before, newest = list_checkpoints(training.output / "checkpoints")
     names = sorted(path.name for path in newest.iterdir())
     assert {"manifest.json", "trainer_state.json", "model.safetensors", "optimizer.safetensors"} == set(names)
     for name in names:
@@ -186,36 +183,32 @@ def test_damaged_checkpoints_are_named_and_set_aside(
         assert {path.name for path in copy.iterdir()} == {before.name, f"{newest.name}.damaged"}
 
 
-def test_the_checkpoint_before_a_damaged_one_is_used(
-    whole_training: Whole, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_checkpoint_before_is_then_used(training: Whole, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     output = tmp_path / "run"
-    shutil.copytree(whole_training.output, output)
+    shutil.copytree(training.output, output)
     before, damaged = list_checkpoints(output / "checkpoints")
     flip(damaged / "optimizer.safetensors")
-    whole_training.run(output)
+    training.run(output)
     assert f"resumed from {before}" in capsys.readouterr().out
     shutil.rmtree(damaged.with_suffix(".damaged"))
-    check_trained(output, whole_training.output)
+    check_trained(output, training.output)
     for checkpoint in list_checkpoints(damaged.parent):
         cut(checkpoint / "model.safetensors")
     left = state_of(output)
     with pytest.raises(UserError, match="delete the folder to start again") as end:
-        whole_training.run(output)
+        training.run(output)
     assert sum("model.safetensors has" in problem for problem in end.value.problems) == 2
     assert state_of(output) == left  # a second start must not begin anew
 
 
-def test_a_full_disk_keeps_the_checkpoints_that_there_are(
-    whole_training: Whole, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_full_disk_keeps_older_checkpoints(training: Whole, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     first = "checkpoints/step-00000002"
-    states = (state for state in whole_training.states if f"{first}/trainer_state.json" in state)
+    states = (state for state in training.states if f"{first}/trainer_state.json" in state)
     output = restore(next(states), tmp_path / "run")
     for limit in (50_000, 100_000):  # too little for model.safetensors, for optimizer.safetensors
         with pytest.raises(UserError, match=r"step-00000004\.partial: cannot be written"), full_disk(limit):
-            whole_training.run(output)
-    whole_training.go_on(output)
+            training.run(output)
+    training.go_on(output)
     assert f"resumed from {output / first}" in capsys.readouterr().out
 
 
@@ -223,22 +216,20 @@ def logged(output: Path, lines: int) -> Callable[[], bool]:
     return lambda: lines_in(output / "metrics.jsonl") >= lines
 
 
-def test_sigterm_saves_and_ctrl_c_says_where_it_goes_on(
-    whole_training: Whole, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_sigterm_saves_and_ctrl_c_says_where(training: Whole, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     output, long = to_train(tmp_path / "run"), "train.max_steps=18"
     checkpoints = output / "checkpoints"
     with signalled_when(logged(output, 1), signal.SIGTERM):
-        whole_training.run(output, long)
+        training.run(output, long)
     stopped = re.search(r"SIGTERM: stopped after step (\d+), which is saved", capsys.readouterr().out)
     assert stopped and list_checkpoints(checkpoints)[-1].name == f"step-{int(stopped[1]):08d}"
     assert not (output / "drafter").exists()
     said = rf"interrupted after step \d+; the same command resumes from step \d+ \({checkpoints}"
     with pytest.raises(KeyboardInterrupt, match=said), signalled_when(logged(output, 6), signal.SIGINT):
-        whole_training.run(output, long)
-    whole_training.run(output, long)
+        training.run(output, long)
+    training.run(output, long)
     whole = to_train(tmp_path / "whole")
-    whole_training.run(whole, long)
+    training.run(whole, long)
     check_trained(output, whole)
 
 
@@ -373,9 +364,7 @@ def test_kills_of_two_ranks_give_the_same_losses(stage: int, kills: int, place: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "rank"), a_few([(0, None), (2, 1), (3, 0)], (3, 0)))
-def test_sigterm_stops_all_ranks_after_the_same_step(
-    stage: int, rank: int | None, place: Place, tmp_path: Path
-) -> None:
+def test_sigterm_stops_all_ranks_at_the_same_step(stage: int, rank: int | None, place: Place, tmp_path: Path) -> None:
     """To both, by a scheduler, and to one alone."""
     output = to_train(tmp_path, TALKS)
     printed = place.printed(0, output, stage, rank=rank, kill_when=logged(output, 2), kill_with=signal.SIGTERM)

@@ -251,21 +251,20 @@ def test_files_of_other_origin_are_refused(place: Place) -> None:
 def test_other_prompts_of_the_same_ids_are_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids are often a file's name and a line: answers to another file's questions must not count as done."""
 
-    def record(*contents: str, **more: Any) -> dict[str, Any]:
-        roles = ("user", "assistant") * 2
-        messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
-        return {"id": "a", "messages": messages, "tools": [{"name": "look_up"}]} | more
+    def record(asked: str = "u", answer: str = "a", **more: Any) -> dict[str, Any]:
+        messages = [{"role": role, "content": text} for role, text in (("user", asked), ("assistant", answer))]
+        return {"id": "a", "messages": [*messages, messages[0]], "tools": [{"name": "look_up"}]} | more
 
-    place.ask(2, record("u", "a", "v"))
+    place.ask(2, record())
     place.run()
     monkeypatch.setattr(generators, "LoadedModels", None)  # not needed
-    for other in (record("w", "a", "v"), record("u", "a", "v", tools=[{"name": "f"}]), record("u", "a", "v", tools=[])):
+    for other in (record("w"), record(tools=[{"name": "f"}]), record(tools=[])):
         place.ask(2, other)
         for arguments in ([], ["--plan"]):
             with pytest.raises(UserError, match=rf"{place.path}:\d: .*'a'.* {place.prompts}:3 "):
                 place.run(*arguments)
     # The same question: other answers in the source, other metadata, another line.
-    place.ask(1, record("u", "an answer that is not asked for", "v", "b", meta={}))
+    place.ask(1, record(answer="an answer that is not asked for", meta={}))
     assert "all 2 conversations are done" in place.run()
 
 

@@ -87,12 +87,6 @@ def test_lies_are_caught(tokenizer: PreTrainedTokenizerBase, said: dict[str, Any
         read(tokenizer, **({"finish_reason": "stop"} | said))
 
 
-@pytest.mark.parametrize("body", [[], {}, {"choices": [{}, {}]}, {"choices": 3}, {"error": {"message": "x"}}, "x"])
-def test_replies_that_are_none(body: Any) -> None:
-    with pytest.raises(Failed):
-        Completion.of(body)
-
-
 class ServedPlace(RegenerationPlace):
     """With a target that has a config and a tokenizer and no weights, whose answers come from servers."""
 
@@ -220,9 +214,7 @@ def test_retry_after_is_honoured(place: ServedPlace) -> None:
 
 
 @pytest.mark.parametrize(("status", "looks"), [(429, 1), (503, 2)])
-def test_a_busy_server_is_not_set_aside_and_a_broken_one_is_looked_at_again(
-    place: ServedPlace, status: int, looks: int
-) -> None:
+def test_busy_servers_stay_and_broken_ones_are_looked_at_again(place: ServedPlace, status: int, looks: int) -> None:
     place.ask(1, turns=1)
     with FakeServer(place.tokenizer, fail=1.0, status=status) as server:
         place.use(server)
@@ -337,7 +329,8 @@ ODD = [
     raw(b"garbage", Content_Encoding="gzip"), raw(DEEP), raw(DEEP, 500), completion(text="cat \ud800"),
     raw(b'{"error": "so \\ud800"}', 500), raw(b'{"error": "so \\u001b[31mred"}', 500), raw(b"9" * 5000),
     completion(finish_reason={"type": "stop"}), raw(b"gone elsewhere", 302), raw(b"later", 202),
-    raw(b"ab", 500, Content_Type="text/plain; charset=hex"),
+    raw(b"ab", 500, Content_Type="text/plain; charset=hex"), *map(raw, (b"[]", b"{}", b'"x"', b'{"choices": 3}')),
+    raw(b'{"choices": [{}, {}]}'),
     # With the key
     raw(b'{"error": {"message": "bad key Bearer sk-verysecret"}}'), raw(b"bad key Bearer sk-verysecret"),
     raw(b'{"error": "' + b"x" * 192 + b' sk-verysecret"}', 500), raw(b" " * 1995 + b" sk-verysecret", 500),
@@ -484,7 +477,6 @@ def test_keys_are_used_and_never_shown(place: ServedPlace, monkeypatch: pytest.M
         assert not server.asked
         monkeypatch.setenv("MY_KEY", "sk-secret\n")
         shown = printed + place.run() + place.run("--plan")
-        assert {headers["Authorization"] for headers in server.headers} == {"Bearer sk-secret"}
         assert "because of ***" in shown
     place.check()
     assert "secret" not in shown + place.path.read_text()

@@ -400,9 +400,7 @@ def capture_of(recipe_path: Path, *overrides: str) -> Capture:
     return Capture(recipe, TargetFiles(recipe.target), Rejects())
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
-    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_small_a_disk_is_told_at_once(recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that were written with their answers make room, but for the largest shard."""
     wanted = capture_of(recipe_path, f"data.states={tmp_path}")
     (tmp_path / "written").mkdir()
@@ -515,9 +513,7 @@ def check_what_a_kill_left(directory: Path) -> None:
         assert file_problem(directory / said["file"], said, digest=True) is None
 
 
-def test_a_disk_that_fills_up_is_one_message_and_what_was_written_is_whole(
-    recipe_path: Path, store: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_one_message_and_leaves_whole_shards(recipe_path: Path, store: Path, tmp_path: Path) -> None:
     directory = tmp_path / "states"
     message = r"states: cannot be written .*shards are whole"
     with pytest.raises(UserError, match=message), full_disk(90_000):  # the target's files are smaller
