@@ -283,14 +283,9 @@ def test_an_epoch_reads_every_row_once_and_few_shards_at_a_time() -> None:
     assert [plain.rows(n) for n in range(60)] == [by_shards.rows(n) for n in range(60)]
 
 
-def schedule_of(ranks: int, each: int, steps: int) -> Schedule:
-    section = TrainSection(batch_size=2, gradient_accumulation_steps=each, max_steps=steps)
-    return Schedule(section, 30, ranks)
-
-
 def test_the_next_micro_batches_of_a_rank_come_ahead_of_their_steps() -> None:
     for ranks, each in ((1, 1), (1, 3), (2, 1), (3, 2), (1, 5)):
-        schedule = schedule_of(ranks, each, steps=12)
+        schedule = Schedule(TrainSection(batch_size=2, gradient_accumulation_steps=each, max_steps=12), 30, ranks)
         for rank in range(ranks):
             numbers = [(step * ranks + rank) * each + i for step in range(12) for i in range(each)]
             for step in range(12):
@@ -303,7 +298,8 @@ def test_reading_ahead_gives_the_same_and_keeps_little(recipe_path: Path, store:
     cpu = torch.device("cpu")
     ahead, plain = StoredStates(opened, rows, cpu, torch.float32), StoredStates(Store(store), rows, cpu, torch.float32)
     trained = [len(row.input_ids) for row in rows[:30]]
-    order, schedule = ahead.ordered(BatchOrder(trained, 2, 0)), schedule_of(ranks=2, each=2, steps=12)
+    order = ahead.ordered(BatchOrder(trained, 2, 0))
+    schedule = Schedule(TrainSection(batch_size=2, gradient_accumulation_steps=2, max_steps=12), 30, ranks=2)
     most, served = 0, 0
     for step in range(12):  # rank 1 of 2, two micro-batches a step: beyond the end of an epoch
         numbers = [number for number, _ in schedule.numbers(step, 1)]
