@@ -1,4 +1,4 @@
-"""Every state of a folder that a kill could leave, from one run that nothing interrupts.
+"""Kills and damage: above all every state of a folder that a kill could leave, from one run that nothing interrupts.
 
     with watched(output) as states:
         regenerate.main()
@@ -20,6 +20,9 @@ from typing import Any
 
 import pytest
 
+from tests.thinning import EXHAUSTIVE
+
+EVERY = [17, pytest.param(1, marks=EXHAUSTIVE)]  # a test goes on from each n-th of the states
 DEEDS = {"write", "truncate", "fsync", "replace", "rename", "unlink", "remove", "rmdir", "mkdir"}
 State = dict[str, bytes | None]  # content of files, None of folders, by path below the watched folder
 
@@ -110,3 +113,14 @@ def full_disk(file_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    at = content.index(b"sha256") + 12 if path.name == "manifest.json" else len(content) // 2
+    content[at] ^= 1
+    path.write_bytes(content)

@@ -10,6 +10,7 @@ Its answers follow from the prompt's token ids alone (`expected`); their text, t
 
 import contextlib
 import hashlib
+import itertools
 import json
 import random
 import socket
@@ -49,13 +50,7 @@ def raw(body: bytes, status: int = 200, **headers: str) -> Callable[[], Response
 
 def dripping(piece: bytes) -> Callable[[], Response]:
     """A response that has no end: `piece` again and again."""
-
-    def drip() -> Iterator[bytes]:
-        while True:
-            yield piece
-            time.sleep(0.02)
-
-    return lambda: Response(drip(), mimetype="application/json")
+    return lambda: Response((time.sleep(0.02) or piece for _ in itertools.count()), mimetype="application/json")
 
 
 @dataclass
@@ -90,7 +85,6 @@ class FakeServer:
         self.asked: Counter[tuple[int, ...]] = Counter()  # prompts that came, without the first trial of one token
         self.answered: Counter[tuple[int, ...]] = Counter()
         self.bodies: list[Reply] = []
-        self.headers: list[dict[str, str]] = []
         self.times: list[float] = []
         self.busy = self.busiest = self.looks = 0  # requests under way, at most; at the list of models
         self._chance, self._lock = random.Random(0), threading.RLock()
@@ -142,7 +136,6 @@ class FakeServer:
             if len(body["prompt"]) > 1:
                 self.asked[tuple(body["prompt"])] += 1
                 self.bodies.append(body)
-                self.headers.append(dict(request.headers))
                 self.times.append(time.monotonic())
             self.busy += 1
             self.busiest = max(self.busiest, self.busy)
@@ -166,7 +159,7 @@ class FakeServer:
             headers = {} if manners.retry_after is None else {"Retry-After": manners.retry_after}
             return _json({"error": {"message": manners.message}}, manners.status, headers)
         time.sleep(manners.seconds)
-        reply = _json(spoken(self._reply(body), body))
+        reply = _json(self._reply(body))
         if tears:
             return _torn(request, reply)
         with self._lock:
@@ -189,20 +182,13 @@ class FakeServer:
         reply = {"choices": [choice], "usage": {"prompt_tokens": len(prompt_ids), "completion_tokens": len(ids)}}
         if manners.lie is not None and len(prompt_ids) > 1 and manners.lie_to(prompt_ids):
             manners.lie(reply)
+        if "messages" in body:  # as vLLM answers chat completions
+            choice["message"] = {"role": "assistant", "content": choice.pop("text")}
+            if "prompt_token_ids" in choice:
+                reply["prompt_token_ids"] = choice.pop("prompt_token_ids")
+            if tokens := (choice["logprobs"] or {}).get("tokens"):
+                choice["logprobs"] = {"content": [{"token": token} for token in tokens]}
         return reply
-
-
-def spoken(reply: Reply, body: Reply) -> Reply:
-    """The reply as vLLM gives it to a chat completion, if the request is one."""
-    if "messages" not in body:
-        return reply
-    [choice] = reply["choices"]
-    said = {key: value for key, value in choice.items() if key not in ("text", "prompt_token_ids")}
-    said["message"] = {"role": "assistant", "content": choice["text"]}
-    if tokens := (choice.get("logprobs") or {}).get("tokens"):
-        said["logprobs"] = {"content": [{"token": token} for token in tokens]}
-    beside = {key: choice[key] for key in ("prompt_token_ids",) if key in choice}
-    return reply | {"choices": [said]} | beside
 
 
 def _json(content: Reply, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -7,7 +7,6 @@ from typing import Any
 
 import datasets
 import pytest
-import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -16,16 +15,15 @@ from draftsmith.data_gen.training_rows import overlap
 from draftsmith.data_gen.training_rows.overlap import GRAM, EvaluationIndex, screen
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.prompt_reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.sections.data import DataSection
 from draftsmith.recipes.sections.eval import EvalSection
-from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run import training_inputs
 from tests.replay_cases import write_lines
-from tests.training_runs import run_main
+from tests.training_runs import run_main, write_recipe
 
 chance = random.Random(0)
 WORDS = ["".join(chance.choices("abcdefghijklmnop", k=6)) for _ in range(400)]
@@ -35,9 +33,9 @@ def words(count: int, seed: int) -> list[str]:
     return random.Random(seed).choices(WORDS, k=count)
 
 
-def asks(*texts: Any, name: str = "t", benchmark: str = "b") -> Conversation:
+def asks(*texts: Any, name: str = "t") -> Conversation:
     messages = [{"role": "user", "content": text} for text in texts]
-    return Conversation(name, messages, meta={"benchmark": benchmark}, source="s", line=1)
+    return Conversation(name, messages, meta={"benchmark": "b"}, source="s", line=1)
 
 
 def find(evaluation: list[Conversation], *texts: Any) -> tuple[str, str, float] | None:
@@ -51,12 +49,9 @@ def find(evaluation: list[Conversation], *texts: Any) -> tuple[str, str, float] 
 
 def test_equal_questions_whatever_case_spacing_and_signs() -> None:
     evaluation = [asks("Who?", name="e0"), asks("What is the capital of France?", name="e1")]
-    full_width, parts = "what is the capital of \uff26rance", ("What is the ", "capital of France?")
-    for text in (
-        "  what IS the\ncapital -- of 'France' ",
-        full_width,
-        [{"type": "text", "text": part} for part in parts],
-    ):
+    full_width = "what is the capital of \uff26rance"
+    parts = [{"type": "text", "text": text} for text in ("What is the ", "capital of France?")]
+    for text in ("  what IS the\ncapital -- of 'France' ", full_width, parts):
         assert find(evaluation, text) == ("e1", "exact", 1.0)
         assert find(evaluation, "something else", text) == ("e1", "exact", 1.0)  # in a later turn
         assert find(evaluation, f"{text} Tell me!") is None
@@ -119,25 +114,18 @@ EVALUATION = [f"evaluation question number {n} about the cat and the mat" for n 
 
 
 def recipe_of(tmp_path: Path, target_dir: Path, action: str, **data: Any) -> Recipe:
-    write_lines(tmp_path / "bench.jsonl", *({"prompt": text} for text in EVALUATION))
-    return Recipe(
-        output_dir=str(tmp_path / "run"),
-        target=TargetSection(model=str(target_dir), device="cpu"),
-        data=DataSection(contamination=action, **data),  # type: ignore[arg-type]
-        eval=EvalSection(prompts=str(tmp_path / "bench.jsonl"), max_prompts=1),
-    )
+    """Also in tmp_path/recipe.yaml."""
+    bench = write_lines(tmp_path / "bench.jsonl", *({"prompt": text} for text in EVALUATION))
+    evaluation = {"prompts": str(bench), "max_prompts": 1}
+    return load_recipe(write_recipe(tmp_path, target_dir, data={"contamination": action, **data}, eval=evaluation))
 
 
 def write_training(path: Path) -> str:
     """Six conversations; the second and the fifth ask evaluation questions."""
     questions = [f"training question {n}" for n in range(6)]
     questions[1], questions[4] = EVALUATION[3].upper(), EVALUATION[0]
-    answer = {"role": "assistant", "content": "a"}
-    records = (
-        {"id": f"t{n}", "messages": [{"role": "user", "content": question}, answer]}
-        for n, question in enumerate(questions)
-    )
-    return str(write_lines(path, *records))
+    talks = [[{"role": "user", "content": text}, {"role": "assistant", "content": "a"}] for text in questions]
+    return str(write_lines(path, *({"id": f"t{n}", "messages": talk} for n, talk in enumerate(talks))))
 
 
 def listed(recipe: Recipe) -> list[dict[str, Any]]:
@@ -177,7 +165,6 @@ def test_rank_vocab_and_training_leave_out_the_same(
     tmp_path: Path, target_dir: Path, action: str, capsys: pytest.CaptureFixture
 ) -> None:
     recipe = recipe_of(tmp_path, target_dir, action, conversations=write_training(tmp_path / "own.jsonl"))
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     run_main(rank_vocab, tmp_path / "recipe.yaml")
     printed, rejects = capsys.readouterr().out, Rejects()
     ids = {row.id for rows in training_inputs.read_rows(recipe, TargetFiles(recipe.target), rejects) for row in rows}
@@ -226,7 +213,6 @@ def test_evaluation_prompts_that_cannot_be_read(
 def test_script(tmp_path: Path, target_dir: Path, capsys: pytest.CaptureFixture) -> None:
     prompts, own = write_training(tmp_path / "p.jsonl"), write_training(tmp_path / "own.jsonl")
     recipe = recipe_of(tmp_path, target_dir, "off", prompts=prompts, conversations=own)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     run_main(contamination, tmp_path / "recipe.yaml", "--plan")
     assert prompts in capsys.readouterr().out and not recipe.contamination_path.exists()
     for overrides, expected in (

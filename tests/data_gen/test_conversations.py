@@ -8,7 +8,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-import yaml
 from hypothesis import strategies as st
 from tokenizers import processors
 from transformers import AddedToken, PreTrainedTokenizerFast
@@ -31,7 +30,7 @@ from tests.models.test_tools_and_thoughts import EVERYTHING, QWEN, THOUGHTFUL
 from tests.replay_cases import write_lines as write
 from tests.strategies import damaged_lines, damaged_records, for_all
 from tests.thinning import EXHAUSTIVE
-from tests.training_runs import run_main
+from tests.training_runs import run_main, write_recipe
 
 END = 4
 TAGS = ("{% generation %}", "{% endgeneration %}")
@@ -102,24 +101,23 @@ def test_generation_tags_and_prefix_comparison_agree(template: str, messages: li
         (  # two marked stretches in one turn
             CHAT_TEMPLATE.replace("{% generation %}", "{% generation %}a{% endgeneration %}b{% generation %}"),
             talk("the cat", "sat"),
-            "mask and turns differ",
+            "mask and turns differ:",
         ),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", TWO_TURNS, "prompt is no prefix"),
-        ("{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}", TWO_TURNS, "empty mask"),
-        (CHAT_TEMPLATE, talk("q"), "no assistant turn"),
-        (CHAT_TEMPLATE, talk("q", "a<|end|>b"), "stop token inside"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+            TWO_TURNS,
+            "prompt is no prefix: ",
+        ),
+        # As text the prompt is a prefix, but in tokens "th" and "e" join.
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", talk("th", "e cat"), "prompt is no prefix: .* at token"),
+        ("{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}", TWO_TURNS, "empty mask:"),
+        (CHAT_TEMPLATE, talk("q"), "no assistant turn:"),
+        (CHAT_TEMPLATE, talk("q", "a<|end|>b"), "stop token inside:"),
     ],
 )
 def test_what_the_template_does_not_tell_is_refused(template: str, messages: list[dict[str, Any]], reason: str) -> None:
-    with pytest.raises(ValueError, match=f"^{reason}: "):
+    with pytest.raises(ValueError, match=f"^{reason}"):
         turns_of_messages(tokenizer_with(template), messages)
-
-
-def test_tokens_that_join_over_the_border_are_refused() -> None:
-    """The prompt is a prefix of the conversation as text, but not in tokens."""
-    tokenizer = tokenizer_with("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ValueError, match=r"prompt is no prefix: .* differs from its prompt at token"):
-        turns_of_messages(tokenizer, talk("th", "e cat"))
 
 
 def test_no_second_bos() -> None:
@@ -237,15 +235,9 @@ def test_fingerprint_tells_vocabulary_and_template_apart(tmp_path: Path) -> None
 
 
 def test_show_marks_what_is_supervised(tmp_path: Path, target_dir: Path, capsys: pytest.CaptureFixture) -> None:
-    write(
-        tmp_path / "conversations.jsonl",
-        {"id": "a", "messages": TWO_TURNS},
-        {"id": "b", "messages": talk("q", "a")},
-        "{",
-    )
-    recipe = {"output_dir": str(tmp_path), "target": {"model": str(target_dir)}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    run_main(conversations, tmp_path / "recipe.yaml", "--show", "1")
+    both = ({"id": "a", "messages": TWO_TURNS}, {"id": "b", "messages": talk("q", "a")})
+    write(tmp_path / "run/conversations.jsonl", *both, "{")
+    run_main(conversations, write_recipe(tmp_path, target_dir), "--show", "1")
     printed = capsys.readouterr().out
     assert "<|assistant|>[[sat\non  the mat<|end|>]]<|user|>" in printed
     assert printed.count("[[") == 2  # one row shown
@@ -275,16 +267,24 @@ def test_every_line_is_accounted_for(tmp_path: Path, template: str, examples: in
     tokenizer: Any = make_tokenizer()
     tokenizer.chat_template = template
     index = EvaluationIndex([Conversation("e", THOUGHTFUL)])
-    path, rejects_path, log_path = (tmp_path / name for name in ("p.jsonl", "rejects.jsonl", "log.jsonl"))
+    path, array_path = tmp_path / "p.jsonl", tmp_path / "p.json"
+    log_path, rejects_path = tmp_path / "log.jsonl", tmp_path / "rejects.jsonl"
     ends = Counter[str]()
 
     def fresh() -> Rejects:
         rejects_path.unlink(missing_ok=True)
         return Rejects(rejects_path)
 
-    @for_all(examples, lines=st.lists(damaged_lines(), max_size=10))
-    def check(lines: list[bytes]) -> None:
-        content = b"\n".join([json.dumps(FIRST).encode(), *lines]) + b"\n"
+    @for_all(examples, lines=st.lists(damaged_lines(), max_size=10), end=st.sampled_from([b"]", b"", b"]\n]", b",]"]))
+    def check(lines: list[bytes], end: bytes) -> None:
+        lines = [json.dumps(FIRST).encode(), *lines]
+        # In an array the lines behind malformed JSON cannot be told apart; what was read before them is kept.
+        array_path.write_bytes(b"[" + b",\n".join(lines) + end)
+        rejects = fresh()
+        first, *_ = read_conversations(str(array_path), rejects)
+        assert first.id == "good" and len(kept(rejects_path)) == rejects.total
+
+        content = b"\n".join(lines) + b"\n"
         path.write_bytes(content)
 
         rejects = fresh()
@@ -322,20 +322,6 @@ def test_every_line_is_accounted_for(tmp_path: Path, template: str, examples: in
 
     # The damage is neither harmless nor always fatal, and kinds are told apart.
     assert ends["read"] > examples and ends.total() - ends["read"] > examples and len(ends) > 5, ends
-
-
-@EXAMPLES
-def test_damaged_arrays(tmp_path: Path, examples: int) -> None:
-    """In an array the lines behind malformed JSON cannot be told apart; what was read before them is kept."""
-    path, rejects_path = tmp_path / "p.json", tmp_path / "rejects.jsonl"
-
-    @for_all(examples, lines=st.lists(damaged_lines(), max_size=3), end=st.sampled_from([b"]", b"", b"]\n]", b",]"]))
-    def check(lines: list[bytes], end: bytes) -> None:
-        path.write_bytes(b"[" + b",\n".join([json.dumps(FIRST).encode(), *lines]) + end)
-        rejects_path.unlink(missing_ok=True)
-        rejects = Rejects(rejects_path)
-        assert next(read_conversations(str(path), rejects)).id == "good"
-        assert len(kept(rejects_path)) == rejects.total
 
 
 @EXAMPLES

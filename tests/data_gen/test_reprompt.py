@@ -10,7 +10,6 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-import yaml
 from PIL import Image
 
 from draftsmith.data_gen import reprompt
@@ -23,10 +22,13 @@ from draftsmith.recipes.prompts.prompt_reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.sections.data import RepromptSection
-from tests.training_runs import run_main
+from tests.training_runs import run_main, write_recipe
 
-ROOT = Path(__file__).parents[2]
 P = {"type": "image"}  # a placeholder
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
 
 
 def picture_bytes(colour: str) -> bytes:
@@ -38,10 +40,9 @@ def picture_bytes(colour: str) -> bytes:
 class Workspace:
     """A folder with pictures, a recipe, and calls of the script in this process."""
 
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture):
-        self.folder, self.recipe, self.out, self._capsys = folder, folder / "r.yaml", folder / "out", capsys
-        target = {"model": str(ROOT / "recipes/demo_target"), "dtype": "float32", "device": "cpu"}
-        self.recipe.write_text(yaml.safe_dump({"output_dir": str(self.out), "target": target}))
+    def __init__(self, folder: Path, target: Path, capsys: pytest.CaptureFixture):
+        self.folder, self.out, self._capsys = folder, folder / "run", capsys
+        self.recipe = write_recipe(folder, target)
         for colour in ("red", "green", "blue"):
             (folder / f"{colour}.png").write_bytes(picture_bytes(colour))
 
@@ -55,7 +56,7 @@ class Workspace:
 
     def run(self, *sources: Path, **settings: Any) -> str:
         plan = ["--plan"] * settings.pop("plan", False)
-        values = {"sources": [str(source) for source in sources]} | settings
+        values = {"sources": list(map(str, sources))} | settings
         words = [f"data.reprompt.{key}={json.dumps(value)}" for key, value in values.items()]
         run_main(reprompt, self.recipe, *words, *plan)
         return self._capsys.readouterr().out
@@ -70,13 +71,8 @@ class Workspace:
 
 
 @pytest.fixture
-def place(tmp_path: Path, capsys: pytest.CaptureFixture) -> Workspace:
-    return Workspace(tmp_path, capsys)
-
-
-def shown(place: Workspace, name: str) -> dict[str, str]:
-    path = place.folder / f"{name}.png"
-    return {"type": "image", "path": str(path), "sha256": file_digest(path)}
+def place(tmp_path: Path, target_dir: Path, capsys: pytest.CaptureFixture) -> Workspace:
+    return Workspace(tmp_path, target_dir, capsys)
 
 
 def llava(number: int, colour: str, instruction: str) -> dict[str, Any]:
@@ -121,7 +117,9 @@ def test_every_form_of_captioned_pictures(place: Workspace) -> None:
         assert instruction["text"] == asked[key] if key in asked else instruction["text"] in INSTRUCTIONS
         assert "1,000" in request["text"] and file_digest(Path(picture["path"])) == picture["sha256"]
     colours = {"l0": "red", "l1": "green", "7": "red", "8": "green", "f": "blue", "p": "green", "q": "red", "t1": "red"}
-    assert all(found[key][1] == shown(place, colour) for key, colour in colours.items())
+    assert {key: found[key][1]["path"] for key in colours} == {
+        key: str(place.folder / f"{colour}.png") for key, colour in colours.items()
+    }
     # The three without a file of their own share one, because their bytes are the same.
     (stored,) = (place.out / "prompts.pictures").iterdir()
     assert {found[key][1]["path"] for key in ("u", "t0", "b0")} == {str(stored)} and stored.read_bytes() == blue
@@ -129,19 +127,10 @@ def test_every_form_of_captioned_pictures(place: Workspace) -> None:
     assert {c.id: with_picture_parts(c) for c in again} == place.prompts()
 
 
-def conversation(*contents: Any, images: list[str] | None = None) -> Conversation:
-    return Conversation("c", [{"role": "user", "content": content} for content in contents], images or [])
-
-
-def places(conversation: Conversation) -> list[list[str]]:
-    return [
-        [part.get("path") or part["text"] for part in message["content"]]
-        for message in with_picture_parts(conversation)
-    ]
-
-
-def text(words: str) -> dict[str, str]:
-    return {"type": "text", "text": words}
+def parted(contents: list[Any], images: list[str]) -> list[dict[str, Any]]:
+    """A user turn for each content that is no message."""
+    asked = [each if isinstance(each, dict) else {"role": "user", "content": each} for each in contents]
+    return with_picture_parts(Conversation("c", asked, images))
 
 
 @pytest.mark.parametrize(
@@ -158,11 +147,12 @@ def text(words: str) -> dict[str, str]:
     ],
 )
 def test_placeholders(contents: list[Any], images: list[str], expected: list[list[str]]) -> None:
-    assert places(conversation(*contents, images=images)) == expected
+    found = [message["content"] for message in parted(contents, images)]
+    assert [[part.get("path") or part["text"] for part in parts] for parts in found] == expected
 
 
 @pytest.mark.parametrize(
-    ("messages", "images", "reason"),
+    ("contents", "images", "reason"),
     [
         (["<image> <image>"], ["a"], "placeholders"),
         (["<image>"], ["a", "b"], "placeholders"),
@@ -174,10 +164,9 @@ def test_placeholders(contents: list[Any], images: list[str], expected: list[lis
         ([[{"type": "video", "path": "a"}]], [], "not text or a picture"),
     ],
 )
-def test_placeholders_that_do_not_match(messages: list[Any], images: list[str], reason: str) -> None:
-    asked = [each if isinstance(each, dict) else {"role": "user", "content": each} for each in messages]
+def test_placeholders_that_do_not_match(contents: list[Any], images: list[str], reason: str) -> None:
     with pytest.raises(ValueError, match=f"^{reason}"):
-        with_picture_parts(Conversation("c", asked, images))
+        parted(contents, images)
 
 
 def test_the_columns_of_pictures() -> None:
@@ -194,8 +183,8 @@ def test_the_columns_of_pictures() -> None:
 # Prompts.
 
 
-def turns(*messages: Any, section: RepromptSection | None = None, key: str = "c") -> list[dict[str, Any]]:
-    return reprompted(key, list(messages), section or RepromptSection())
+def turns(*messages: Any) -> list[dict[str, Any]]:
+    return reprompted("c", list(messages), RepromptSection())
 
 
 def user(*parts: Any) -> dict[str, Any]:
@@ -224,7 +213,7 @@ def test_phrasings_are_drawn_by_id_and_seed() -> None:
 
     def drawn(seed: int) -> list[tuple[str, str]]:
         section = RepromptSection(seed=seed, min_words=300)
-        found = [turns(user(picture), section=section, key=f"c{i}")[0]["content"] for i in range(200)]
+        found = [reprompted(f"c{i}", [user(picture)], section)[0]["content"] for i in range(200)]
         return [(parts[0]["text"], parts[2]["text"]) for parts in found]
 
     assert drawn(0) == drawn(0) != drawn(1)

@@ -42,10 +42,9 @@ from draftsmith.train.run.initial_drafter import new_drafter
 from draftsmith.train.run.schedule import BATCHES_AHEAD, Schedule
 from draftsmith.train.run.state_sources import OnlineStates, ShardOrder, StateSource, StoredStates
 from tests.conftest import make_target, make_tokenizer
-from tests.crash_states import full_disk, restore, watched
-from tests.data_gen.test_crashes import EVERY, cut, flip
+from tests.crash_states import EVERY, cut, flip, full_disk, restore, state_of, watched
 from tests.drafter_cases import assert_same_gradients, gradients
-from tests.store_cases import CONVERSATIONS, KINDS, SHARDS, capture, files_of, refusals, rows_of, target_of
+from tests.store_cases import CONVERSATIONS, KINDS, SHARDS, capture, refusals, rows_of, target_of
 from tests.store_cases import copy as copy
 from tests.store_cases import recipe_path as recipe_path
 from tests.store_cases import store as store
@@ -119,13 +118,13 @@ def test_a_store_holds_what_the_target_says_of_each_row_alone(recipe_path: Path,
 
 
 def test_rows_with_states_that_are_not_finite_are_named_and_kept(
-    recipe_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    recipe_path: Path, target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     model, rows = make_target(), rows_of(load_recipe(recipe_path))
     token = rows[0].input_ids[5]
     with torch.no_grad():
         model.get_input_embeddings().weight[token] = float("nan")
-    shutil.copytree(recipe_path.parent / "target", tmp_path / "target")
+    shutil.copytree(target_dir, tmp_path / "target")
     model.save_pretrained(tmp_path / "target")
     states = f"data.states={tmp_path / 'states'}"
     capture(recipe_path, f"target.model={tmp_path / 'target'}", states, "data.capture.dtype=fp8")
@@ -286,14 +285,9 @@ def test_an_epoch_reads_every_row_once_and_few_shards_at_a_time(monkeypatch: pyt
     assert [plain.rows(n) for n in range(60)] == [by_shards.rows(n) for n in range(60)]
 
 
-def schedule_of(ranks: int, each: int, steps: int) -> Schedule:
-    section = TrainSection(batch_size=2, gradient_accumulation_steps=each, max_steps=steps)
-    return Schedule(section, 30, ranks)
-
-
 def test_the_next_micro_batches_of_a_rank_come_ahead_of_their_steps() -> None:
     for ranks, each in ((1, 1), (1, 3), (2, 1), (3, 2), (1, 5)):
-        schedule = schedule_of(ranks, each, steps=12)
+        schedule = Schedule(TrainSection(batch_size=2, gradient_accumulation_steps=each, max_steps=12), 30, ranks)
         for rank in range(ranks):
             numbers = [(step * ranks + rank) * each + i for step in range(12) for i in range(each)]
             for step in range(12):
@@ -306,7 +300,8 @@ def test_reading_ahead_gives_the_same_and_keeps_little(recipe_path: Path, store:
     cpu = torch.device("cpu")
     ahead, plain = StoredStates(opened, rows, cpu, torch.float32), StoredStates(Store(store), rows, cpu, torch.float32)
     trained = [len(row.input_ids) for row in rows[:30]]
-    order, schedule = ahead.ordered(BatchOrder(trained, 2, 0)), schedule_of(ranks=2, each=2, steps=12)
+    order = ahead.ordered(BatchOrder(trained, 2, 0))
+    schedule = Schedule(TrainSection(batch_size=2, gradient_accumulation_steps=2, max_steps=12), 30, ranks=2)
     most, served = 0, 0
     for step in range(12):  # rank 1 of 2, two micro-batches a step: beyond the end of an epoch
         numbers = [number for number, _ in schedule.numbers(step, 1)]
@@ -352,13 +347,6 @@ def test_a_store_for_something_else_is_refused_with_both_sides(recipe_path: Path
     train(recipe_path, from_store, f"output_dir={output}", "train.max_steps=1")
 
 
-def test_no_store_or_an_unfinished_one_is_told(recipe_path: Path, copy: Path, tmp_path: Path) -> None:
-    nothing = refusals(recipe_path, f"data.states={tmp_path / 'nothing'}")
-    assert "no hidden states in" in nothing and "run `draftsmith capture` first" in nothing
-    entry_path(copy, 1).unlink()
-    assert f"has {SHARDS - 1} of {SHARDS} shards" in refusals(recipe_path, f"data.states={copy}")
-
-
 # Damage.
 
 
@@ -379,7 +367,7 @@ def test_damaged_files_are_named_and_written_anew(
     said = refusals(recipe_path, f"data.states={copy}", f"output_dir={output}", "train.max_steps=20")
     assert f"{copy / name}: " in said and problem in said and "draftsmith capture --verify" in said
     capture(recipe_path, f"data.states={copy}", "--verify")
-    assert files_of(copy) == files_of(store)
+    assert state_of(copy) == state_of(store)
 
 
 @pytest.mark.parametrize("change", ["{", "[]", {"kind": "c2t"}, {"target_files": None}])
@@ -410,9 +398,7 @@ def capture_of(recipe_path: Path, *overrides: str) -> Capture:
     return Capture(recipe, TargetFiles(recipe.target), Rejects())
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
-    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_small_a_disk_is_told_at_once(recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that were written with their answers make room, but for the largest shard."""
     wanted = capture_of(recipe_path, f"data.states={tmp_path}")
     (tmp_path / "written").mkdir()
@@ -428,7 +414,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
         wanted.check_room()
     with pytest.raises(UserError, match=r"MB are still to be written to .* free there: make room"):
         capture(recipe_path, f"data.states={tmp_path / 'states'}")
-    assert not files_of(tmp_path / "states")
+    assert not state_of(tmp_path / "states")
 
 
 # Several processes.
@@ -447,10 +433,10 @@ def test_processes_share_the_shards_and_write_what_one_writes(
         as_rank(monkeypatch, rank, 3)
         capture(recipe_path, f"data.states={tmp_path}")
         own = {f"shard-{number:05d}.safetensors" for number in range(rank, SHARDS, 3)}
-        assert own <= files_of(tmp_path).keys()
+        assert own <= state_of(tmp_path).keys()
         printed = capsys.readouterr().out
         assert (f"{SHARDS} of {SHARDS} shards" in printed) is last and ("writes  " in printed) is (rank == 0)
-    assert files_of(tmp_path) == files_of(store)
+    assert state_of(tmp_path) == state_of(store)
 
 
 def test_shards_of_something_else_are_not_mixed_in(recipe_path: Path, tmp_path: Path, copy: Path) -> None:
@@ -483,13 +469,14 @@ def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_two_captures_do_not_write_into_one_folder(recipe_path: Path, copy: Path) -> None:
-    (copy / "shard-00002.safetensors").unlink()
-    left = files_of(copy)
+    entry_path(copy, 2).unlink()
+    left = state_of(copy)
+    assert f"has {SHARDS - 1} of {SHARDS} shards" in refusals(recipe_path, f"data.states={copy}")
     with alone_in(copy), pytest.raises(UserError, match="another run is writing there"):
         capture(recipe_path, f"data.states={copy}")
-    assert files_of(copy) == left
+    assert state_of(copy) == left
     capture(recipe_path, f"data.states={copy}")
-    assert len(files_of(copy)) == len(left) + 1
+    assert len(state_of(copy)) == len(left) + 1
 
 
 # Kills.
@@ -514,7 +501,7 @@ def test_a_capture_that_was_killed_goes_on(recipe_path: Path, store: Path, tmp_p
         before = {path: path.stat().st_mtime_ns for path in whole}
         capture(recipe_path, f"data.states={directory}")
         assert all(path.stat().st_mtime_ns == written for path, written in before.items())
-        assert files_of(directory) == files_of(store)
+        assert state_of(directory) == state_of(store)
 
 
 def check_what_a_kill_left(directory: Path) -> None:
@@ -524,9 +511,7 @@ def check_what_a_kill_left(directory: Path) -> None:
         assert file_problem(directory / said["file"], said, digest=True) is None
 
 
-def test_a_disk_that_fills_up_is_one_message_and_what_was_written_is_whole(
-    recipe_path: Path, store: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_one_message_and_leaves_whole_shards(recipe_path: Path, store: Path, tmp_path: Path) -> None:
     directory = tmp_path / "states"
     message = r"states: cannot be written .*whole shards stay"
     with pytest.raises(UserError, match=message), full_disk(90_000):  # the target's files are smaller
@@ -534,4 +519,4 @@ def test_a_disk_that_fills_up_is_one_message_and_what_was_written_is_whole(
     check_what_a_kill_left(directory)
     assert not list(directory.glob("*.partial"))
     capture(recipe_path, f"data.states={directory}")
-    assert files_of(directory) == files_of(store)
+    assert state_of(directory) == state_of(store)

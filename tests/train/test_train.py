@@ -44,7 +44,7 @@ from draftsmith.train.run.loop import Loop
 from draftsmith.train.run.schedule import Schedule
 from draftsmith.train.run.validation_replay import answers_of
 from tests.conftest import CHAT_TEMPLATE, files_of, make_target, make_tokenizer
-from tests.data_gen.test_crashes import flip
+from tests.crash_states import flip
 from tests.export_cases import distributions, drafter_named, target_of
 from tests.training_runs import done_path as done_path
 from tests.training_runs import fresh_accelerator, metrics, run_main, train, write_conversations
