@@ -96,8 +96,10 @@ def local_sources(sources: str | list[str] | None) -> list[Path]:
 
 
 def files_of_model(place: str | None) -> list[Path]:
-    """The files of a model in a local folder, in order; of the Hub's, none."""
-    return sorted(file for kind in ("json", "jinja", "safetensors") for file in Path(place or "none").glob(f"*.{kind}"))
+    """A model's file, or its files in a local folder, in order; of the Hub's, none."""
+    path = Path(place or "none")
+    kinds = ("json", "jinja", "safetensors", "gguf")
+    return [path] if path.is_file() else sorted(file for kind in kinds for file in path.glob(f"*.{kind}"))
 
 
 def files_of_target(recipe: Recipe) -> list[Path]:
