@@ -161,7 +161,8 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
     different = [
         f"{key}: the drafter was trained for {quoted(trained_for.get(key))}, this target has {here[key]!r}"
         for key in here
-        if key not in ("model", "revision", "gguf", "adapter", "quantization", "guidance") and trained_for.get(key) != here[key]
+        if key not in ("model", "revision", "gguf", "adapter", "quantization", "guidance")
+        and trained_for.get(key) != here[key]
     ]
     if different:
         raise UserError(

@@ -346,7 +346,7 @@ def _missing_files(source: _Source) -> list[str]:
     for key in ("data", "eval"):
         given = _raw(source, (key, "prompts"))
         for index, name in enumerate(given if isinstance(given, list) else [given]):
-            if not isinstance(name, str):
+            if not isinstance(name, str) or (key, name) == ("data", "self"):
                 continue
             problem = check_source(name)
             for part in file_sources(name):

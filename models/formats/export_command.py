@@ -110,7 +110,9 @@ def _check_options(command: Command, source: Source, engine: ServingEngine) -> N
     if checkout and source.target.get("adapter"):
         raise UserError("--with-target: would convert the target without its adapter; convert the merged target")
     if checkout and str(source.target["model"]).lower().endswith(".gguf"):
-        raise UserError("--with-target: the target is a GGUF file already, which llama.cpp reads as it is; leave it out")
+        raise UserError(
+            "--with-target: the target is a GGUF file already, which llama.cpp reads as it is; leave it out"
+        )
     if checkout and not (checkout / llama_cpp.CONVERTER).is_file():
         raise UserError(
             f"--with-target {checkout}: no {llama_cpp.CONVERTER} there; name the folder of llama.cpp's sources"

@@ -57,7 +57,7 @@ class Stage(Script):
 IRRELEVANT = {
     "target": {"device"},
     "data": {
-        **dict.fromkeys(("capture", "contamination", "states", "ranking", "reprompt", "sam"), True),
+        **dict.fromkeys(("capture", "contamination", "states", "ranking", "reprompt", "sam", "self_prompts"), True),
         "generator": {"batch_size", "concurrency", "timeout_seconds", "base_urls", "api_key_env", "drafter"},
     },
     "train": {"trackers", "log_every_steps", "save_every_steps", "keep_checkpoints"},
@@ -149,6 +149,15 @@ STAGES = {
         settings=lambda recipe: ["data.reprompt"],
         reads=lambda recipe: local_sources(recipe.data.reprompt.sources),
         writes=lambda recipe: [recipe.picture_prompts_path],
+    ),
+    "self-prompt": Stage(
+        "data_gen/self_prompt.py",
+        "let the target write the prompts",
+        makes="data.prompts",
+        wanted_if=lambda recipe: recipe.prompts_itself,
+        settings=lambda recipe: ["target", "data.self_prompts"],
+        reads=lambda recipe: [],
+        writes=lambda recipe: [recipe.self_prompts_path],
     ),
     "regenerate": Stage(
         "data_gen/regenerate.py",
