@@ -12,17 +12,16 @@ Contenders name the file in sam.static or router.static (docs/decoding.md).
 """
 
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.inputs import made_by, require_files
-from draftsmith.recipes.command.stages import print_next
+from draftsmith.recipes.command.stages import made_by, print_next, require_files
 
 
 def main() -> None:
     command = parse_command(__doc__)
     if not command.plan and "answers" in command.recipe.data.sam.names:
         require_files(made_by("regenerate", command.recipe))
-    from draftsmith.data_gen.vocabulary import automaton
+    from draftsmith.data_gen.vocabulary import sam_corpus
 
-    automaton.main(command)
+    sam_corpus.main(command)
     print_next(command, "build-sam")
 
 

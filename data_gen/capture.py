@@ -14,8 +14,8 @@ run resumes where it was. Other rows, another target, other layers or another dt
 """
 
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.launch import check_all_started, first_one_reports
+from draftsmith.recipes.command.stages import made_by, require_files
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ Reads data.conversations (default: <output_dir>/conversations.jsonl) and writes 
 """
 
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.inputs import made_by, require_files
+from draftsmith.recipes.command.stages import made_by, require_files
 
 
 def main() -> None:

@@ -15,8 +15,7 @@ mapping is refused.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.inputs import made_by, require_files
-from draftsmith.recipes.command.stages import print_next
+from draftsmith.recipes.command.stages import made_by, print_next, require_files
 
 
 def main() -> None:

@@ -20,15 +20,14 @@ that training reads (docs/training.md).
 import sys
 
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.inputs import made_by, require_files
-from draftsmith.recipes.command.stages import print_next
+from draftsmith.recipes.command.stages import made_by, print_next, require_files
 from draftsmith.recipes.errors import UserError
 
 
 def main() -> None:
     command = parse_command(__doc__)
     if command.recipe.data.prompts is None:
-        raise UserError("data.prompts: not given; name a file, `hf:org/name`, or data.reprompt.sources")
+        raise UserError("data.prompts: not given; name a file, `hf:org/name`, `self`, or data.reprompt.sources")
     path = command.recipe.conversations_path
     if path.suffix.lower() not in (".jsonl", ".json"):  # what training reads as JSON lines
         raise UserError(f"data.conversations: {path}: regenerate writes JSON lines; name a .jsonl file")

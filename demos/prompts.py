@@ -28,7 +28,7 @@ from demos.stdlib import copy_conversations, stdlib_conversations
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
-from draftsmith.recipes.prompts.picture_files import data_url
+from draftsmith.recipes.prompts.picture_parts import data_url
 
 OUT = Path(__file__).parents[1] / "recipes" / "demo_prompts"
 PYTHON = (3, 11)  # of the shipped files

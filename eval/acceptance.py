@@ -17,7 +17,7 @@ planner (eval/plan_tree.py) first chooses one.
 from argparse import ArgumentParser
 
 from draftsmith.recipes.command.cli import check_output, parse_arguments, run
-from draftsmith.recipes.command.inputs import made_by, require_files
+from draftsmith.recipes.command.stages import made_by, require_files
 from draftsmith.recipes.loader import load_recipe
 
 

@@ -21,7 +21,7 @@ def main() -> None:
     command = parse_command(__doc__, extra=_options)
     if command.measure < 0:
         raise UserError(f"--measure {command.measure}: give a number of candidates to decode with, or 0 for none")
-    from draftsmith.eval.planner import planner_command as planning
+    from draftsmith.eval.planner import planning
 
     planning.main(command)
 

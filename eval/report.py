@@ -8,15 +8,15 @@ the drafter if there is one. `eval.measurement.metrics` defines the numbers.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run
-from draftsmith.recipes.command.inputs import require_files
+from draftsmith.recipes.command.stages import require_files
 
 
 def main() -> None:
     command = parse_command(__doc__)
     require_files(("eval.out", command.recipe.eval_out / "acceptance.json", "evaluate"))
-    from draftsmith.eval.report_page import files as report_files
+    from draftsmith.eval.report_page import result_files
 
-    report_files.main(command)
+    result_files.main(command)
 
 
 if __name__ == "__main__":

@@ -23,18 +23,9 @@ from draftsmith.models.families import scaled_logits, usable_positions
 from draftsmith.models.key_values import SlotTree, check_rollback
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.target import Target
-from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.target import TargetSection
-
-
-def load_draft_model(files: TargetFiles) -> Target:
-    """A causal LM as drafter, of any depth: none of its states is captured. UserErrors name draft_model's keys."""
-    try:
-        return files.load(capture_layers=(0,))
-    except UserError as error:
-        raise UserError(of_draft_model(error)) from error
 
 
 def of_draft_model(error: UserError) -> list[str]:

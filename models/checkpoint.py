@@ -25,17 +25,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers.activations import ACT2FN
 
+from draftsmith.models import drafters
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.drafter_base import Drafter, DrafterConfig, FrozenHead
-from draftsmith.models.drafters import (
-    build_drafter,
-    config_class,
-    config_of,
-    drafter_shape,
-    kind_text,
-    known_kinds,
-    tensor_shapes,
-)
 from draftsmith.models.layers import rotary
 from draftsmith.models.rotation import checked_rotation
 from draftsmith.models.target import Target
@@ -44,8 +36,8 @@ from draftsmith.models.vision import is_vision_language
 from draftsmith.models.vocab import DraftVocab, sort_metadata
 from draftsmith.recipes.errors import UserError, first_invalid, first_line, quoted
 from draftsmith.recipes.files.atomic import atomic_folder, current_folder
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import json_object
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.schema import Recipe
 
 
@@ -109,10 +101,10 @@ def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     values, trained_for = config.get("drafter"), config.get("target")
-    kind = config_class(config.get("kind"), config.get("base"), values) if isinstance(values, dict) else None
+    kind = drafters.config_class(config.get("kind"), config.get("base"), values) if isinstance(values, dict) else None
     if kind is None or not isinstance(values, dict) or not isinstance(trained_for, dict):
         raise UserError(
-            f"{path}: not a drafter of a kind known here ({known_kinds()})"
+            f"{path}: not a drafter of a kind known here ({drafters.known_kinds()})"
             + "; `draftsmith import-drafter` reads drafters of other projects" * ("architectures" in config)
         )
     try:
@@ -125,12 +117,12 @@ def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]
 def shape_of_run(recipe: Recipe, files: TargetFiles) -> DrafterConfig:
     """The shape of the recipe's drafter. What the recipe leaves open is taken from drafter.init_from, if one is there.
     Raises UserError if the drafter is not possible for this target."""
-    if config_of(recipe.drafter).reads_pictures and not is_vision_language(files.config):
+    if drafters.config_of(recipe.drafter).reads_pictures and not is_vision_language(files.config):
         raise UserError(
             f"drafter.kind: {recipe.drafter.kind} reads pictures, and {recipe.target.model} "
             f"({files.config.model_type}) reads text only; take a vision-language target, or kind {recipe.drafter.base}"
         )
-    shape = drafter_shape(recipe.drafter, files.text_config)
+    shape = drafters.drafter_shape(recipe.drafter, files.text_config)
     if recipe.drafter.init_from is None:
         return shape
     try:
@@ -172,20 +164,6 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
         )
 
 
-def precision_note(directory: Path, here: dict[str, Any]) -> str | None:
-    """A sentence about a drafter that was trained on the target in another precision or otherwise guided; else None."""
-    there = read_drafter_config(directory)[1]
-    if all(there.get(key) == here.get(key) for key in ("quantization", "guidance")):
-        return None
-    said = []
-    for identity in (there, here):
-        precision, guidance = identity.get("quantization"), identity.get("guidance")
-        said.append(f"in {precision}" if precision else "unquantised")
-        if guidance:
-            said[-1] += f", guided ({guidance})"
-    return f"{directory} was trained on the states of the target {said[0]}; here it drafts for the target {said[1]}"
-
-
 def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
     """The drafter's vocabulary from model.safetensors, after a check of the file against `shape`. Reads no weights.
 
@@ -218,8 +196,8 @@ def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
-            f"{directory}: config.json, which describes {kind_text(shape)}, is not the one of model.safetensors: "
-            f"{'; '.join(sorted(problems)[:3])}{more}; {mend}"
+            f"{directory}: config.json, which describes {drafters.kind_text(shape)}, is not the one of "
+            f"model.safetensors: {'; '.join(sorted(problems)[:3])}{more}; {mend}"
         )
     return DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"], where=str(path))
 
@@ -245,7 +223,7 @@ def checked_shapes(directory: Path, shape: DrafterConfig, found: Mapping[str, li
         table = rotary(shape.rope_parameters, shape.head_dim, shape.max_position_embeddings)
         if not table.inv_freq.isfinite().all() or not math.isfinite(table.attention_scaling):
             raise ValueError(f"frequencies that are not finite, by rope_parameters {quoted(shape.rope_parameters)}")
-        return tensor_shapes(shape)
+        return drafters.tensor_shapes(shape)
     except Exception as error:  # torch and transformers let any error of their arithmetic and lookups through
         raise UserError(
             f"{directory}: config.json describes no drafter, or another one: {first_line(error)[:200]}; copy the whole "
@@ -279,7 +257,7 @@ def read_drafter(directory: Path, head: FrozenHead | None = None) -> Drafter:
         head: the target's. Without it, kinds that use the target's head give no logits.
     """
     shape, _ = read_drafter_config(directory)
-    drafter = build_drafter(shape, read_drafter_vocab(directory, shape), head)
+    drafter = drafters.build_drafter(shape, read_drafter_vocab(directory, shape), head)
     drafter.load_state_dict(read_weights(directory))
     return drafter.eval().requires_grad_(False)
 

@@ -137,11 +137,6 @@ class DraftTree:
         )
 
     @classmethod
-    def root_only(cls, tokens: Sequence[int], device: torch.device) -> "DraftTree":
-        """Trees without drafts, for a round of plain decoding."""
-        return cls.chains([[token] for token in tokens], device)
-
-    @classmethod
     def chains(cls, tokens: Sequence[Sequence[int]], device: torch.device) -> "DraftTree":
         """Chains of tokens, each beginning with its root."""
         sizes = [len(chain) for chain in tokens]

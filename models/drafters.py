@@ -6,25 +6,15 @@ from typing import Any
 
 import torch
 
+from draftsmith.models import vispec
 from draftsmith.models.chain_steps import chain_steps
 from draftsmith.models.draft_tree import Drafting
 from draftsmith.models.drafter_base import Drafter, DrafterConfig, FrozenHead, Steps
 from draftsmith.models.eagle import EagleConfig, EagleDrafter
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.formats.eagle_format import eagle_config
 from draftsmith.models.poss import Poss3Config, Poss3Drafter, PossConfig, PossDrafter, SpecialistsConfig
 from draftsmith.models.target import checked_capture_layers
-from draftsmith.models.vispec import (
-    Vispec3Config,
-    Vispec3Drafter,
-    VispecConfig,
-    VispecDrafter,
-    VispecPoss3Config,
-    VispecPoss3Drafter,
-    VispecPossConfig,
-    VispecPossDrafter,
-)
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.drafter import DrafterSection
@@ -39,8 +29,6 @@ class Kind:
     drafting: Callable[[Any, DraftVocab | None], Drafting]  # inside answers, from a part of its vocabulary
     # By the name of each engine that serves it (`models.formats.engines`), the architecture in config.json.
     engines: Mapping[str, str] = field(default_factory=dict)
-    # An export's config.json, of the config, the architecture and the weights' precision.
-    engine_config: Callable[[Any, str, torch.dtype], dict[str, Any]] | None = None
 
 
 _EAGLE3_ENGINES = {
@@ -51,14 +39,14 @@ _EAGLE3_ENGINES = {
 _EAGLE_ENGINES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "eagle": "LlamaForCausalLM"}
 
 KINDS: dict[type[DrafterConfig], Kind] = {
-    Eagle3Config: Kind(Eagle3Drafter, chain_steps, FeatureDrafting, _EAGLE3_ENGINES, eagle_config),
-    EagleConfig: Kind(EagleDrafter, chain_steps, FeatureDrafting, _EAGLE_ENGINES, eagle_config),
+    Eagle3Config: Kind(Eagle3Drafter, chain_steps, FeatureDrafting, _EAGLE3_ENGINES),
+    EagleConfig: Kind(EagleDrafter, chain_steps, FeatureDrafting, _EAGLE_ENGINES),
     PossConfig: Kind(PossDrafter, chain_steps, FeatureDrafting),
     Poss3Config: Kind(Poss3Drafter, chain_steps, FeatureDrafting),
-    VispecConfig: Kind(VispecDrafter, chain_steps, FeatureDrafting),
-    Vispec3Config: Kind(Vispec3Drafter, chain_steps, FeatureDrafting),
-    VispecPossConfig: Kind(VispecPossDrafter, chain_steps, FeatureDrafting),
-    VispecPoss3Config: Kind(VispecPoss3Drafter, chain_steps, FeatureDrafting),
+    vispec.VispecConfig: Kind(vispec.VispecDrafter, chain_steps, FeatureDrafting),
+    vispec.Vispec3Config: Kind(vispec.Vispec3Drafter, chain_steps, FeatureDrafting),
+    vispec.VispecPossConfig: Kind(vispec.VispecPossDrafter, chain_steps, FeatureDrafting),
+    vispec.VispecPoss3Config: Kind(vispec.VispecPoss3Drafter, chain_steps, FeatureDrafting),
 }
 
 

@@ -28,9 +28,9 @@ def main() -> None:
     if not given.exists() and given.suffix not in (".yaml", ".yml"):
         raise UserError(f"{given}: no such folder; name a drafter's folder, or a recipe file")
     recipe = None if given.is_dir() else load_recipe(command.recipe_path, command.overrides)
-    from draftsmith.models.formats import export_command as formats
+    from draftsmith.models.formats import commands
 
-    formats.export_main(command, recipe)
+    commands.export_main(command, recipe)
 
 
 def _options(parser: ArgumentParser) -> None:

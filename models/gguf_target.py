@@ -22,8 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from draftsmith.models.layers import rotary
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import atomic_folder, atomic_write
-from draftsmith.recipes.files.digest import file_digest
-from draftsmith.recipes.files.lock import locked
+from draftsmith.recipes.files.reading import file_digest
 
 CACHE = Path(HF_HOME) / "draftsmith"
 SECONDS = 3600.0  # to wait for another process that converts the same file
@@ -127,9 +126,7 @@ def _converted(file: Path, folder: Path, how: str, fill: Callable[[Path], None])
         import gguf
     except ImportError as error:
         raise UserError(f"target.model: GGUF files are read by the package gguf ({error}): pip install gguf") from None
-    CACHE.mkdir(parents=True, exist_ok=True)
-    refusal = f"{folder}: another process has been converting {file} for an hour; end it"
-    with locked(folder.with_name(f"{folder.name}.lock"), refusal, SECONDS):
+    with alone_in(CACHE, SECONDS, folder.name):
         if folder.exists():
             return str(folder)
         print(f"converting  {file}{how}, once, into {folder}", flush=True)

@@ -22,7 +22,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.picture_files import store_picture
+from draftsmith.recipes.prompts.picture_parts import store_picture
 from draftsmith.recipes.sections.target import TargetSection
 
 

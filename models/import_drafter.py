@@ -26,7 +26,7 @@ def main() -> None:
     )
     parser.add_argument("--plan", action="store_true", help="check everything but the weights, and write nothing")
     arguments = parser.parse_args()
-    from draftsmith.models.formats.export_command import import_main
+    from draftsmith.models.formats.commands import import_main
 
     import_main(arguments)
 

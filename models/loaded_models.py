@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from draftsmith.models.blocked import block_linears
-from draftsmith.models.causal_lm import load_draft_model
+from draftsmith.models.causal_lm import of_draft_model
 from draftsmith.models.checkpoint import load_drafter, provenance, read_drafter_config
-from draftsmith.models.costs import hardware
 from draftsmith.models.drafter_base import Drafter
-from draftsmith.models.quantize import precision_name
+from draftsmith.models.onednn_linear import block_linears
+from draftsmith.models.sizes import hardware
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.target import QuantizationSection, TargetSection
 
 
@@ -34,19 +34,27 @@ class LoadedModels:
         # Decoding captures the layers that each proposer reads. The target's own list is for training.
         self.target = files.load(capture_layers=(0,))
         block_linears(self.target.layers)
-        self.drafters: dict[tuple[Path, str | None], Drafter] = {}  # by directory and a hierarchy's small model
-        self.draft_models: dict[str, tuple[TargetFiles, Target]] = {}  # by their section
-        self.precisions: dict[str | None, LoadedModels] = {}
+        self.drafters: dict[Path, Drafter] = {}  # by directory
+        self.others: dict[str, LoadedModels] = {}  # in other precisions, and draft models, by their section
         self.neighbours: dict[tuple[str, int], torch.Tensor] = {}  # LANTERN's tables, by their source and number
 
     def in_precision(self, precision: QuantizationSection | None) -> "LoadedModels":
         """The same target in this precision, loaded once; None: this one."""
-        if precision is None:
-            return self
-        name = precision_name(precision)
-        if name not in self.precisions:
-            self.precisions[name] = LoadedModels(TargetFiles(self.files.section.quantized(precision)))
-        return self.precisions[name]
+        return self if precision is None else self._beside(self.files.section.quantized(precision))
+
+    def draft_model(self, section: TargetSection) -> "LoadedModels":
+        """A causal LM that drafts for the target, and its own drafters. UserErrors name draft_model's keys."""
+        try:
+            return self._beside(section)
+        except UserError as error:
+            raise UserError(of_draft_model(error)) from error
+
+    def _beside(self, section: TargetSection) -> "LoadedModels":
+        """Another model with the target's tokenizer, loaded once."""
+        key = section.model_dump_json()
+        if key not in self.others:
+            self.others[key] = LoadedModels(TargetFiles(section, large=self.files))
+        return self.others[key]
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -62,31 +70,14 @@ class LoadedModels:
             "made": provenance(files or {}) | {"date": now, "hardware": hardware(self.target.device)},
         }
 
-    def drafter(self, directory: Path, small: TargetSection | None = None) -> Drafter:
-        """A drafter of the target; of `small`, a hierarchy's small model, where that is given."""
-        key = directory, small and small.model_dump_json()
-        if key not in self.drafters:
-            files, model = (self.files, self.target) if small is None else self._small(small)
+    def drafter(self, directory: Path) -> Drafter:
+        """A drafter of the target."""
+        if directory not in self.drafters:
             shape, _ = read_drafter_config(directory)
-            self.drafters[key] = load_drafter(directory, model, files.identity_of(model), shape.capture_layers)
-            if (dtype := drafting_dtype(model)) is not None:
-                self.drafters[key].round_weights(dtype)
-            for layer in self.drafters[key].draft_layers:  # head and fusion read their weights in other ways, too
+            drafter = load_drafter(directory, self.target, self.identity, shape.capture_layers)
+            if (dtype := drafting_dtype(self.target)) is not None:
+                drafter.round_weights(dtype)
+            for layer in drafter.draft_layers:  # head and fusion read their weights in other ways, too
                 block_linears(layer)
-        return self.drafters[key]
-
-    def draft_model(self, section: TargetSection) -> Target:
-        return self._small(section)[1]
-
-    def draft_model_identity(self, section: TargetSection) -> dict[str, Any]:
-        files, model = self._small(section)
-        return files.identity_of(model)
-
-    def _small(self, section: TargetSection) -> tuple[TargetFiles, Target]:
-        key = section.model_dump_json()
-        if key not in self.draft_models:
-            files = TargetFiles(section, large=self.files)
-            small = load_draft_model(files)
-            block_linears(small.layers)
-            self.draft_models[key] = files, small
-        return self.draft_models[key]
+            self.drafters[directory] = drafter
+        return self.drafters[directory]

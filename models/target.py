@@ -27,13 +27,7 @@ from draftsmith.models.drafter_base import FrozenHead
 from draftsmith.models.families import AttentionKinds, scaled_logits
 from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Insert, PlacedInsert, PlacedRows
 from draftsmith.models.target_session import TargetSession, behind
-from draftsmith.models.target_trials import (
-    Packing,
-    check_trees,
-    embedding_scales,
-    tried_attention,
-    working_packing,
-)
+from draftsmith.models.target_trials import Packing, check_trees, embedding_scales, tried_attention, working_packing
 from draftsmith.models.vision import SUPPORTED, EndOfForward, PictureInsert, PictureReader, is_vision_language
 from draftsmith.recipes.errors import UserError, first_line, quoted
 

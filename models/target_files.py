@@ -4,6 +4,7 @@ in a folder or in the Hub's cache.
 
 import copy
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -27,13 +28,13 @@ from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
 from draftsmith.models.chat import attach, listed_stops, set_template, tokenizer_fingerprint
-from draftsmith.models.costs import TargetSize, target_size, torch_dtype
-from draftsmith.models.families import attention_kinds, auto_class, rotations, usable_positions
+from draftsmith.models.families import attention_kinds, auto_class, positions_text, rotations, usable_positions
 from draftsmith.models.gguf_target import gguf_digest, gguf_file, with_weights, without_weights
 from draftsmith.models.guidance import GuidedTarget
 from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.picture_prompts import PictureProcessor
 from draftsmith.models.quantize import check_quantization, precision_name, quantize_layers
+from draftsmith.models.sizes import TargetSize, target_size, torch_dtype
 from draftsmith.models.target import Target, decoder_layers, device_name, tensor_digest
 from draftsmith.models.target_lora import adapter_digest, merged
 from draftsmith.models.target_trials import scale_without_weights
@@ -41,9 +42,11 @@ from draftsmith.models.turn_ends import stop_ids
 from draftsmith.models.vision import is_vision_language
 from draftsmith.recipes.command.launch import note_crowd
 from draftsmith.recipes.command.progress import Bar
+from draftsmith.recipes.command.stages import INSIDE_RUN, stages_of
 from draftsmith.recipes.errors import UserError, first_line, quoted
 from draftsmith.recipes.files.hub_fetch import check_model
 from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.target import TargetSection
 
 BORDER = "original_max_position_embeddings"
@@ -58,8 +61,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 class TargetFiles:
     """The target of a recipe's section. Each file is read when it is first asked for, and once.
 
-    All raise UserError where there is no such target, or none that can be used here. A draft model has the tokenizer of
-    the target that it drafts for, `large`.
+    All raise UserError where there is no such target, or none that can be used here. Models beside a target
+    (draft models, and itself in another precision) have its tokenizer: `large`.
     """
 
     def __init__(self, section: TargetSection, large: "TargetFiles | None" = None):
@@ -411,6 +414,39 @@ def weight_digests(target: Target) -> dict[str, str]:
     """
     vision = {} if target.vision_digest is None else {"vision_digest": target.vision_digest}
     return {"embedding_digest": tensor_digest(target.embedding_table)} | vision
+
+
+# Lengths that a recipe asks for, against the positions that its target has.
+
+
+def longest_row(recipe: Recipe, files: TargetFiles) -> int:
+    """Most tokens of a row: data.max_length, or the target's positions where they are fewer."""
+    return min(recipe.data.max_length, files.positions)
+
+
+def no_room(recipe: Recipe, files: TargetFiles) -> str | None:
+    """A problem if no prompt of the evaluation fits beside its answer, else None."""
+    if recipe.eval.max_new_tokens < files.positions:
+        return None
+    positions = positions_text(files.text_config)
+    return f"eval.max_new_tokens {recipe.eval.max_new_tokens:,} leaves no room for a prompt in the target's {positions}"
+
+
+def check_evaluation(recipe: Recipe, files: TargetFiles) -> None:
+    """Raises UserError if `draftsmith run` would end in an evaluation that is refused, as far as configs tell."""
+    evaluates = "evaluate" in stages_of(recipe) and recipe.eval.mode != "replay"
+    if INSIDE_RUN in os.environ and evaluates and (problem := no_room(recipe, files)):
+        raise UserError(problem)
+
+
+def bounded_rows(recipe: Recipe, files: TargetFiles) -> str | None:
+    """A note if the target has fewer positions than data.max_length has tokens, else None."""
+    if (longest := longest_row(recipe, files)) == recipe.data.max_length:
+        return None
+    return (
+        f"note: data.max_length is {recipe.data.max_length:,}, and the target has {positions_text(files.text_config)}: "
+        f"no row is longer than {longest:,} tokens"
+    )
 
 
 def _check_numbers(model: str, config: Any) -> None:

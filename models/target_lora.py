@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from draftsmith.recipes.errors import UserError, first_line, quoted
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.sections.target import TargetSection
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -28,6 +28,15 @@ def collecting_problems(problems: list[str], before: str = "") -> Iterator[None]
         problems += [before + problem for problem in error.problems]
 
 
+@contextmanager
+def naming_problems(before: str) -> Iterator[None]:
+    """Puts `before` in front of each problem of a UserError in the block."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError([before + problem for problem in error.problems]) from error
+
+
 def first_line(error: Exception) -> str:
     """The first line of another library's error message; two if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

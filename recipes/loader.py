@@ -24,6 +24,10 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.base import ImpossibleSettings
 
 KeyPath = tuple[str | int, ...]
+OUTPUTS: dict[KeyPath, bool] = {  # whether it is a folder
+    **dict.fromkeys((("output_dir",), ("data", "states"), ("classifier", "out"), ("eval", "out")), True),
+    **dict.fromkeys((("data", "conversations"), ("data", "reprompt", "out"), ("labels", "out")), False),
+}
 
 # Of pydantic's messages.
 SHORTER = {"Input should be ": "", "greater than or equal to": "at least", "less than or equal to": "at most"}
@@ -95,7 +99,7 @@ def _read_file(path: Path) -> _Source:
             text = file.read(MOST_CHARACTERS + 1)
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a path with a zero byte
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     if len(text) > MOST_CHARACTERS:
         raise UserError(f"{path}: too long for a recipe, which has at most {MOST_CHARACTERS:,} characters")
@@ -153,6 +157,8 @@ def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int],
             lines: dict[str, int] = {}
             for key, value in node.value:
                 name, line = str(key.value), key.start_mark.line + 1
+                if isinstance(key, yaml.ScalarNode) and name != "<<":
+                    key.tag = "tag:yaml.org,2002:str"  # `on` and `1` are names, too
                 if name in lines:
                     twice = f"`{_dotted((*path, name))}` is given twice, first at {place(lines[name])}"
                     source.problems.append(f"{place(line)}: {twice}")
@@ -360,9 +366,9 @@ def _missing_files(source: _Source) -> list[str]:
                 if Path(part).resolve() == written and (conversations or part != name):
                     problem = f"{part} is data.conversations, too; name another file there, regenerate writes to it"
             problems[(key, "prompts", index) if isinstance(given, list) else (key, "prompts")] = problem
-    for path in (("output_dir",), ("data", "conversations"), ("data", "reprompt", "out"), ("eval", "out")):
+    for path, folder in OUTPUTS.items():
         if isinstance(out := _raw(source, path), str):
-            problems[path] = output_problem(Path(out), folder=path[0] != "data")
+            problems[path] = output_problem(Path(out), folder)
     return [source.at(path, problem) for path, problem in problems.items() if problem is not None]
 
 

@@ -10,13 +10,12 @@ from typing import Any
 from pydantic import ConfigDict, model_validator
 
 from draftsmith.recipes.files.prompt_date import KeptDate
-from draftsmith.recipes.published import published_training
 from draftsmith.recipes.sections.base import ImpossibleSettings, Section, as_list
 from draftsmith.recipes.sections.data import DataSection
 from draftsmith.recipes.sections.drafter import DrafterSection
 from draftsmith.recipes.sections.eval import EvalSection, ExportSection
 from draftsmith.recipes.sections.target import TargetSection
-from draftsmith.recipes.sections.train import ClassifierSection, LabelSection, TrainSection
+from draftsmith.recipes.sections.train import ClassifierSection, LabelSection, TrainSection, published_training
 
 PICTURE_PROMPTS, SELF_PROMPTS = "prompts.jsonl", "self_prompts.jsonl"
 
@@ -52,7 +51,8 @@ class Recipe(Section):
     training_rejects_path = RunPath("conversations.training_rejects.jsonl")  # without a training row, with the reason
     contamination_path = RunPath("contamination.jsonl")  # training conversations with questions of eval.prompts
     draft_vocab_path = RunPath("draft_vocab.safetensors")
-    token_counts_path = RunPath("token_counts.safetensors", "eval.token_counts")  # of supervised positions
+    own_counts_path = RunPath("token_counts.safetensors")  # of supervised positions, as rank-vocab writes them
+    token_counts_path = RunPath("token_counts.safetensors", "eval.token_counts")
     sam_path = RunPath("sam.safetensors", "data.sam.out")  # sorted corpus
     states_dir = RunPath("states", "data.states")
     checkpoints_dir = RunPath("checkpoints")

@@ -44,51 +44,30 @@ HYBRID = LossWeights(token=0.5, objective="hybrid", rank=0.2, rank_tokens=4)
 ACCEPTANCE = LossWeights(objective="log_acceptance", feature=0.5, top_k=0.1, top_k_tokens=3)
 
 
-def _eagle(
-    steps: int, weights: LossWeights = EAGLE, detach: Detach = True, step_weight: StepWeight = 1.0, **own: Any
-) -> Case:
-    return Case("eagle", None, own, steps, detach, weights, step_weight)
-
-
-def _eagle3(
-    steps: int,
-    draft_tokens: int | None = None,
-    step_weight: StepWeight = 0.8,
-    weights: LossWeights = EAGLE3,
-    **own: Any,
-) -> Case:
-    return Case("eagle3", None, own, steps, False, weights, step_weight, draft_tokens)
-
-
-def _poss(steps: int, n: int, m: int, **own: Any) -> Case:
-    return Case("poss", "eagle", {"positions_per_specialist": n, "specialists": m, **own}, steps, True, EAGLE)
-
-
-def _poss3(steps: int, n: int, m: int, detach: Detach = "specialists", **own: Any) -> Case:
-    own = {"positions_per_specialist": n, "specialists": m, **own}
-    return Case("poss", "eagle3", own, steps, detach, EAGLE3, 0.8, 40)
+def specialists(positions: int, count: int) -> dict[str, int]:
+    return {"positions_per_specialist": positions, "specialists": count}
 
 
 # Of position specialists, the last one always has more positions than its own.
 CASES: dict[str, Case] = {
-    "eagle": _eagle(1),
-    "hass": _eagle(4, HASS),
-    "hass, not detached": _eagle(3, HASS, detach=False, step_weight="acceptance", embedding_scale=3.0),
-    "eagle, two layers": _eagle(3, step_weight=[0.5, 0.0, 2.0], num_layers=2),
-    "eagle, log acceptance": _eagle(3, ACCEPTANCE),
-    "eagle, other biases": _eagle(3, attention_bias=True, fc_bias=False),
-    "eagle3": _eagle3(5, draft_tokens=36),
-    "eagle3, fc_norm": _eagle3(2, fc_norm=True, num_attention_heads=6),
-    "eagle3, norm_output": _eagle3(8, norm_output=True),
-    "eagle3.1": _eagle3(3, draft_tokens=36, step_weight="acceptance", fc_norm=True, norm_output=True),
-    "eagle3, hybrid and rank": _eagle3(3, draft_tokens=36, weights=HYBRID),
-    "eagle3, two layers": _eagle3(4, num_layers=2, attention_bias=True),
-    "poss-1": _poss(5, 1, 3),
-    "poss-2": _poss(6, 2, 2),
-    "poss-2 of three": _poss(7, 2, 3, attention_bias=True),
-    "poss3-1": _poss3(5, 1, 3, detach=False, norm_output=True),
-    "poss3-2": _poss3(6, 2, 2),
-    "poss3-2, detached": _poss3(6, 2, 2, detach=True, fc_norm=True),
+    "eagle": Case("eagle", None, {}, 1, True, EAGLE),
+    "hass": Case("eagle", None, {}, 4, True, HASS),
+    "hass, not detached": Case("eagle", None, {"embedding_scale": 3.0}, 3, False, HASS, "acceptance"),
+    "eagle, two layers": Case("eagle", None, {"num_layers": 2}, 3, True, EAGLE, [0.5, 0.0, 2.0]),
+    "eagle, log acceptance": Case("eagle", None, {}, 3, True, ACCEPTANCE),
+    "eagle, other biases": Case("eagle", None, {"attention_bias": True, "fc_bias": False}, 3, True, EAGLE),
+    "eagle3": Case("eagle3", None, {}, 5, False, EAGLE3, 0.8, 36),
+    "eagle3, fc_norm": Case("eagle3", None, {"fc_norm": True, "num_attention_heads": 6}, 2, False, EAGLE3, 0.8),
+    "eagle3, norm_output": Case("eagle3", None, {"norm_output": True}, 8, False, EAGLE3, 0.8),
+    "eagle3.1": Case("eagle3", None, {"fc_norm": True, "norm_output": True}, 3, False, EAGLE3, "acceptance", 36),
+    "eagle3, hybrid and rank": Case("eagle3", None, {}, 3, False, HYBRID, 0.8, 36),
+    "eagle3, two layers": Case("eagle3", None, {"num_layers": 2, "attention_bias": True}, 4, False, EAGLE3, 0.8),
+    "poss-1": Case("poss", "eagle", specialists(1, 3), 5, True, EAGLE),
+    "poss-2": Case("poss", "eagle", specialists(2, 2), 6, True, EAGLE),
+    "poss-2 of three": Case("poss", "eagle", specialists(2, 3) | {"attention_bias": True}, 7, True, EAGLE),
+    "poss3-1": Case("poss", "eagle3", specialists(1, 3) | {"norm_output": True}, 5, False, EAGLE3, 0.8, 40),
+    "poss3-2": Case("poss", "eagle3", specialists(2, 2), 6, "specialists", EAGLE3, 0.8, 40),
+    "poss3-2, detached": Case("poss", "eagle3", specialists(2, 2) | {"fc_norm": True}, 6, True, EAGLE3, 0.8, 40),
 }
 SPECIALISTS = [name for name in CASES if name.startswith("poss")]
 # A few that between them have every part in every place: each kind, several layers, biases with and without, every
@@ -104,28 +83,35 @@ def small_target() -> Target:
     return Target(make_target(num_layers=7, vocab_size=VOCAB_SIZE))
 
 
-def drafter_of(case: Case, seed: int = 1) -> FeatureDrafter:
-    """Random weights; norms, too, which would otherwise all be ones and hide their absence."""
-    target = small_target()
+def random_drafter(
+    target: Target, kind: str, base: str | None, own: dict[str, Any], draft_tokens: int | None, seed: int = 1
+) -> FeatureDrafter:
+    """Random weights; norms, too, whose ones would hide that one is missing.
+
+    `own` is what the config says beyond the target's shape; `draft_tokens` of None is the whole vocabulary.
+    """
     torch.manual_seed(seed)
-    vocab = DraftVocab.full(VOCAB_SIZE)
-    if case.draft_tokens is not None:
-        vocab = DraftVocab(torch.randperm(VOCAB_SIZE)[: case.draft_tokens].sort().values, VOCAB_SIZE)
-    shape = config_class(case.kind, case.base, case.own)
+    vocab = DraftVocab.full(target.vocab_size)
+    if draft_tokens is not None:
+        vocab = DraftVocab(torch.randperm(target.vocab_size)[:draft_tokens].sort().values, target.vocab_size)
+    shape = config_class(kind, base, own)
     assert shape is not None
-    fused = "eagle3" in (case.kind, case.base)
-    layers = target.capture_layers if fused else (target.num_layers,)
-    own = {"intermediate_size": 24, **case.own}
-    config = shape.for_target(target.config, VOCAB_SIZE, layers, vocab.size, **own)
+    layers = target.capture_layers if "eagle3" in (kind, base) else (target.num_layers,)
+    own = {"intermediate_size": 24, "embedding_scale": target.embedding_scale, **own}
+    config = shape.for_target(target.config, target.vocab_size, layers, vocab.size, **own)
     drafter = build_drafter(config, vocab, target.frozen_head)
     assert isinstance(drafter, FeatureDrafter)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
-            if "norm" in name:
-                parameter += 0.3 * torch.randn_like(parameter)
-            elif "self_attn" in name:
+            if "self_attn" in name:
                 parameter *= 2  # attention that looks at something in particular
+            elif "norm" in name:
+                parameter += 0.3 * torch.randn_like(parameter)
     return drafter
+
+
+def drafter_of(case: Case, seed: int = 1) -> FeatureDrafter:
+    return random_drafter(small_target(), case.kind, case.base, case.own, case.draft_tokens, seed)
 
 
 def make_rows(lengths: list[int], seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,9 +132,9 @@ def states_of(drafter: Drafter, ids: torch.Tensor) -> tuple[torch.Tensor, torch.
     return states.captured, states.last
 
 
-def embedder_of(drafter: Drafter) -> Target:
+def embedder_of(drafter: Drafter, target: Target | None = None) -> Target:
     """The target, its embeddings scaled as the drafter's config says of it."""
-    target = copy.copy(small_target())
+    target = copy.copy(target or small_target())
     target.embedding_scale = drafter.config.embedding_scale
     return target
 
@@ -190,13 +176,18 @@ def assert_same_gradients(
 
 
 def chain_of(
-    drafter: FeatureDrafter, captured_TF: torch.Tensor, ids: list[int], column: int
+    drafter: FeatureDrafter,
+    captured_TF: torch.Tensor,
+    ids: list[int],
+    column: int,
+    target: Target | None = None,
+    cut: DraftVocab | None = None,
 ) -> tuple[FeatureDrafting, list[torch.Tensor]]:
     """Drafts the tokens behind root ids[column + 1], one by one: the drafting, and log-probabilities [Vd] after each.
 
     The columns up to the root come in two portions, as rounds deliver them.
     """
-    drafting, target = FeatureDrafting(drafter), embedder_of(drafter)
+    drafting, target = FeatureDrafting(drafter, cut), embedder_of(drafter, target)
     drafting.set_rows([], 1)
     if column > 0:
         drafting.observe(Committed(target, [ids[: column + 1]], captured_TF[None, :column], [column]))

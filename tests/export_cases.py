@@ -1,39 +1,42 @@
 """A target on disk, trained drafters of every kind for it, and a foreign folder as its publishers write it."""
 
-import copy
 import json
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.models.checkpoint import save_drafter
-from draftsmith.models.draft_tree import Committed
+from draftsmith.eval.replay.recorded_answers import check_answers_before_loading, read_answers
+from draftsmith.models.checkpoint import check_identity, load_drafter, read_drafter_config, save_drafter
 from draftsmith.models.drafter_base import Drafter, DrafterConfig
-from draftsmith.models.drafters import build_drafter, config_class
-from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
+from draftsmith.models.drafters import build_drafter
+from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.formats.exporting import Source
 from draftsmith.models.target import Target
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
 from tests.conftest import VOCAB_SIZE, files_of, make_target, make_tokenizer
+from tests.drafter_cases import chain_of, random_drafter, specialists
+from tests.replay_cases import conversation, write_lines
 
 Tensors = dict[str, torch.Tensor]
 CUT = 200  # tokens of a draft vocabulary
-# (kind, base, draft tokens or None, what its config says beyond the target's shape)
-DRAFTERS: dict[str, tuple[str, str | None, int | None, dict[str, Any]]] = {
-    "eagle3": ("eagle3", None, CUT, {}),
-    "eagle3, whole vocabulary": ("eagle3", None, None, {"num_key_value_heads": 4}),
-    "eagle3, two layers": ("eagle3", None, CUT, {"num_layers": 2}),
-    "eagle3, biases": ("eagle3", None, CUT, {"num_layers": 2, "attention_bias": True}),
-    "eagle3.1": ("eagle3", None, CUT, {"fc_norm": True, "norm_output": True, "num_key_value_heads": 1}),
-    "eagle3, normed output": ("eagle3", None, CUT, {"norm_output": True}),
-    "eagle": ("eagle", None, None, {"fc_bias": False}),
-    "eagle, biases": ("eagle", None, None, {"attention_bias": True, "num_layers": 2}),
-    "eagle, biased queries": ("eagle", None, None, {"attention_bias": True, "fc_bias": False}),
-    "poss": ("poss", "eagle", None, {"positions_per_specialist": 2, "specialists": 2}),
+# Those of `drafter_cases.random_drafter`: kind, base, what the config says of its own, tokens of a draft vocabulary.
+DRAFTERS: dict[str, tuple[str, str | None, dict[str, Any], int | None]] = {
+    "eagle3": ("eagle3", None, {}, CUT),
+    "eagle3, whole vocabulary": ("eagle3", None, {"num_key_value_heads": 4}, None),
+    "eagle3, two layers": ("eagle3", None, {"num_layers": 2}, CUT),
+    "eagle3, biases": ("eagle3", None, {"num_layers": 2, "attention_bias": True}, CUT),
+    "eagle3.1": ("eagle3", None, {"fc_norm": True, "norm_output": True, "num_key_value_heads": 1}, CUT),
+    "eagle3, normed output": ("eagle3", None, {"norm_output": True}, CUT),
+    "eagle": ("eagle", None, {"fc_bias": False}, None),
+    "eagle, biases": ("eagle", None, {"attention_bias": True, "num_layers": 2}, None),
+    "eagle, biased queries": ("eagle", None, {"attention_bias": True, "fc_bias": False}, None),
+    "poss": ("poss", "eagle", specialists(2, 2), None),
 }
 # Of a target that scales its embeddings, with an epsilon that tells them from others.
 SCALED: dict[str, Any] = {"family": "granite", "embedding_multiplier": 12.0, "rms_norm_eps": 0.3}
@@ -50,26 +53,8 @@ def target_of(**overrides: Any) -> Target:
     return _target(json.dumps(overrides, sort_keys=True))
 
 
-def drafter_named(name: str, states: tuple[int, ...] = STATES, **overrides: Any) -> FeatureDrafter:
-    """Random weights; norms, too, whose ones would hide a missing norm."""
-    kind, base, tokens, own = DRAFTERS[name]
-    target = target_of(**overrides)
-    torch.manual_seed(3)
-    vocab = DraftVocab.full(VOCAB_SIZE)
-    if tokens is not None:
-        vocab = DraftVocab(torch.randperm(VOCAB_SIZE)[:tokens].sort().values, VOCAB_SIZE)
-    shape = config_class(kind, base)
-    assert shape is not None
-    layers = states if kind == "eagle3" else (target.num_layers,)
-    own = {"intermediate_size": 24, "embedding_scale": target.embedding_scale, **own}
-    config = shape.for_target(target.config, VOCAB_SIZE, layers, vocab.size, **own)
-    drafter = build_drafter(config, vocab, target.frozen_head)
-    assert isinstance(drafter, FeatureDrafter)
-    with torch.no_grad():
-        for parameter_name, parameter in drafter.named_parameters():
-            if "norm" in parameter_name or "bias" in parameter_name:
-                parameter += 0.3 * torch.randn_like(parameter)
-    return drafter.eval().requires_grad_(False)
+def drafter_named(name: str, **overrides: Any) -> FeatureDrafter:
+    return random_drafter(target_of(**overrides), *DRAFTERS[name]).requires_grad_(False)
 
 
 def save_target(directory: Path, **overrides: Any) -> Path:
@@ -90,22 +75,23 @@ def trained(directory: Path, target_dir: Path | str, drafter: Drafter, **overrid
     return Source.read(directory)
 
 
+def loaded(directory: Path) -> FeatureDrafter:
+    """The drafter of the tiny target in `directory`."""
+    target = target_of()
+    identity = files_of(target).identity_of(target)
+    drafter = load_drafter(directory, target, identity, read_drafter_config(directory)[0].capture_layers)
+    assert isinstance(drafter, FeatureDrafter)
+    return drafter
+
+
 PROMPT, CHAIN = [11, 12, 13, 14], [7, 21, 22, 23, 24]
 
 
 @torch.no_grad()
 def distributions(drafter: FeatureDrafter, target: Target, cut: DraftVocab | None = None) -> torch.Tensor:
     """[5, Vd] log-probabilities of a drafter along CHAIN behind PROMPT, after each of its tokens."""
-    captured = target.states(torch.tensor([PROMPT]), drafter.config.capture_layers).captured
-    embedder = copy.copy(target)
-    embedder.embedding_scale = drafter.config.embedding_scale
-    drafting = FeatureDrafting(drafter, cut)
-    drafting.set_rows([], 1)
-    drafting.observe(Committed(embedder, [[*PROMPT, CHAIN[0]]], captured, [len(PROMPT)]))
-    said = [drafting.root_log_probs()[0]]
-    for depth, token in enumerate(CHAIN[1:], start=1):
-        said.append(drafting.expand(torch.tensor([[depth - 1]]), torch.tensor([[token]]), depth)[0, 0])
-    return torch.stack(said)
+    captured = target.states(torch.tensor([PROMPT]), drafter.config.capture_layers).captured[0]
+    return torch.stack(chain_of(drafter, captured, [*PROMPT, *CHAIN], len(PROMPT) - 1, target, cut)[1])
 
 
 def drafted(shape: DrafterConfig, tensors: Tensors) -> torch.Tensor:
@@ -116,47 +102,26 @@ def drafted(shape: DrafterConfig, tensors: Tensors) -> torch.Tensor:
     return distributions(drafter, target)
 
 
-ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "hidden_act": "silu"}
-PUBLISHED = ATTENTION | {"hidden_size": 32, "vocab_size": VOCAB_SIZE, "model_type": "llama"}
+PUBLISHED = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "hidden_act": "silu"}
+PUBLISHED |= {"hidden_size": 32, "intermediate_size": 24, "vocab_size": VOCAB_SIZE, "model_type": "llama"}
 
 
-def random_layer(prefix: str, width: int, inner: int, norms: Sequence[str], generator: torch.Generator) -> Tensors:
-    """Tensors of a layer whose attention reads `width` numbers, and of `fc`, by their published names."""
-    shapes = {"q": (32, width), "k": (16, width), "v": (16, width), "o": (32, 32)}
-    sizes = {f"{prefix}.self_attn.{each}_proj.weight": shape for each, shape in shapes.items()}
-    sizes |= {f"{prefix}.mlp.{each}_proj.weight": (inner, 32) for each in ("gate", "up")}
-    sizes[f"{prefix}.mlp.down_proj.weight"] = (32, inner)
-    tensors = {name: 0.2 * torch.randn(*shape, generator=generator) for name, shape in sizes.items()}
-    return tensors | {f"{prefix}.{norm}.weight": 1 + 0.2 * torch.randn(32, generator=generator) for norm in norms}
-
-
-def published_eagle3(directory: Path) -> Tensors:
-    """An EAGLE-3 checkpoint as its authors publish them: their names, offsets, config keys, no rotary base."""
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randperm(VOCAB_SIZE, generator=generator)[:CUT].sort().values
-    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
-    tensors = random_layer("midlayer", 64, 40, norms, generator) | {
-        "d2t": ids - torch.arange(CUT),
-        "t2d": torch.zeros(VOCAB_SIZE, dtype=torch.bool).index_fill(0, ids, True),
-        "fc.weight": 0.2 * torch.randn(32, 96, generator=generator),
-        "lm_head.weight": 0.2 * torch.randn(CUT, 32, generator=generator),
-        "norm.weight": 1 + 0.2 * torch.randn(32, generator=generator),
-    }
-    own = {"architectures": ["LlamaForCausalLMEagle3"], "intermediate_size": 40, "max_position_embeddings": 2048}
+def published_eagle3(directory: Path, **keys: Any) -> Tensors:
+    """An EAGLE-3 checkpoint as its authors publish them: their config keys, no rotary base. Tensors have their names
+    and offsets here, too."""
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "max_position_embeddings": 2048}
     own |= {"bos_token_id": None, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "draft_vocab_size": CUT}
-    write_folder(directory, PUBLISHED | own, tensors)
+    tensors = drafter_named("eagle3").state_dict()
+    write_folder(directory, PUBLISHED | own | keys, tensors)
     return tensors
 
 
-def published_eagle(directory: Path, table: torch.Tensor) -> Tensors:
+def published_eagle(directory: Path) -> Tensors:
     """An EAGLE-2 checkpoint: fc with bias, one layer without its first norm, and a copy of the target's embeddings."""
-    generator = torch.Generator().manual_seed(6)
-    tensors = random_layer("layers.0", 32, 48, ["post_attention_layernorm"], generator) | {
-        "embed_tokens.weight": table.clone(),
-        "fc.weight": 0.2 * torch.randn(32, 64, generator=generator),
-        "fc.bias": 0.2 * torch.randn(32, generator=generator),
-    }
-    own = {"architectures": ["LlamaForCausalLM"], "bias": True, "intermediate_size": 48, "rope_scaling": None}
+    tensors = random_drafter(target_of(), "eagle", None, {}, None).state_dict()
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    tensors |= {"embed_tokens.weight": target_of().embedding_table.clone()}
+    own = {"architectures": ["LlamaForCausalLM"], "bias": True, "rope_scaling": None}
     write_folder(directory, PUBLISHED | own | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6}, tensors)
     return tensors
 
@@ -166,3 +131,14 @@ def write_folder(directory: Path, config: Any, tensors: Tensors) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
     return directory
+
+
+def assert_told_apart(folder: Path, one: TargetFiles, other: TargetFiles, by: str) -> None:
+    """Answers of one target are refused for the other, by that key; a drafter may draft for both."""
+    for mine, theirs in ((one, other), (other, one)):
+        written_by = {key: value for key, value in theirs.identity.items() if value is not None}
+        recording = read_answers(write_lines(folder / "c.jsonl", conversation(0, **written_by)))
+        check_answers_before_loading(recording, theirs)
+        with pytest.raises(UserError, match=rf"c\.jsonl:1: recorded from another target: {by}"):
+            check_answers_before_loading(recording, mine)
+        check_identity(folder, theirs.identity, mine.identity)

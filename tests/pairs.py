@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.drafters import build_drafter, drafter_shape
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
@@ -52,11 +51,9 @@ def greedy(target: Target, prompt: Sequence[int], length: int, stop: int | None 
 
 def taught(
     target: Target, vocab: DraftVocab, prompts: Sequence[Sequence[int]] = PROMPTS, length: int = 40, steps: int = 120
-) -> Eagle3Drafter:
+) -> FeatureDrafter:
     """An EAGLE-3 drafter that learnt some of the target's greedy answers to these prompts almost by heart."""
-    torch.manual_seed(3)
-    shape = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
-    drafter = Eagle3Drafter(shape, vocab)
+    drafter = untaught("eagle3", target, vocab)
     _teach(TrainingTimeTest(drafter, 4, 1.0), target, prompts, length, steps)
     return drafter
 
@@ -66,55 +63,43 @@ def _teach(
 ) -> None:
     """The target's greedy answers, all of them in every step; the drafter's weights are frozen at the end. Of all
     workers of a test run, one teaches."""
-    weights = {name: p for name, p in trainee.drafter.named_parameters() if p.requires_grad}
+    drafter = trainee.drafter
+    weights = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
     settings = {name: value for name, value in vars(trainee).items() if not name.startswith("_")}
     about = hashlib.sha256(repr((settings, prompts, length, steps)).encode())
     for tensor in (*target.model.state_dict().values(), *weights.values()):
         about.update(tensor.detach().contiguous().numpy().tobytes())
 
+    @torch.enable_grad()  # whoever asks first may be a test of decoding
     def learn(path: Path) -> None:
-        _learn(trainee, target, prompts, length, steps)
+        rows = [[*prompt, *greedy(target, prompt, length)] for prompt in prompts]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        span = torch.zeros_like(ids)
+        for b, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+            span[b, len(prompt) : len(row)] = 1
+        states, columns = target.states(ids, drafter.config.capture_layers), columns_of(span, trainee.steps)
+        teacher = teacher_of(target, states.last, ids, columns, drafter.vocab)
+        optimizer = torch.optim.AdamW(weights.values(), lr=1e-2)
+        for _ in range(steps):
+            sums = trainee(states.captured, target.inputs(ids, dtype=drafter.dtype), columns, teacher)
+            (sums.loss / sums.columns.clamp(min=1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         save_file({name: p.detach().contiguous() for name, p in weights.items()}, path)
 
     taught = load_file(built(f"{about.hexdigest()}.safetensors", learn))
     with torch.no_grad():
         for name, parameter in weights.items():
             parameter.copy_(taught[name])
-    trainee.drafter.requires_grad_(False)
-
-
-@torch.enable_grad()  # whoever asks first may be a test of decoding
-def _learn(
-    trainee: TrainingTimeTest, target: Target, prompts: Sequence[Sequence[int]], length: int, steps: int
-) -> None:
-    drafter = trainee.drafter
-    rows = [[*prompt, *greedy(target, prompt, length)] for prompt in prompts]
-    longest = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-    span = torch.zeros_like(ids)
-    for b, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-        span[b, len(prompt) : len(row)] = 1
-    states, columns = target.states(ids, drafter.config.capture_layers), columns_of(span, trainee.steps)
-    teacher = teacher_of(target, states.last, ids, columns, drafter.vocab)
-    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-2)
-    for _ in range(steps):
-        sums = trainee(states.captured, target.inputs(ids, dtype=drafter.dtype), columns, teacher)
-        (sums.loss / sums.columns.clamp(min=1)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    drafter.requires_grad_(False)
 
 
 def recipe_of_kind(kind: str, draft_tokens: int | None = None) -> Recipe:
     """A recipe for drafters of this kind of `KINDS`, with no more of the target than a name."""
     drafter, train = KINDS[kind]
-    return Recipe.model_validate(
-        {
-            "output_dir": "runs/nowhere",
-            "target": {"model": "org/target"},
-            "drafter": drafter | {"vocab_size": draft_tokens},
-            "train": train,
-        }
-    )
+    sections = {"target": {"model": "org/target"}, "drafter": drafter | {"vocab_size": draft_tokens}, "train": train}
+    return Recipe.model_validate({"output_dir": "runs/nowhere", **sections})
 
 
 def untaught(kind: str, target: Target, vocab: DraftVocab | None = None) -> FeatureDrafter:
@@ -130,20 +115,20 @@ def untaught(kind: str, target: Target, vocab: DraftVocab | None = None) -> Feat
 
 
 @cache
-def pair_of(family: str, draft_tokens: int | None, **overrides: Any) -> tuple[Target, Eagle3Drafter]:
-    """A target with a taught drafter, of the target's whole vocabulary or of `draft_tokens` tokens that it says."""
-    target = Target(make_target(family, **overrides))
-    return target, taught(target, vocab_said(target, draft_tokens))
+def _target(family: str, **overrides: Any) -> Target:
+    return Target(make_target(family, **overrides))
 
 
 @cache
-def pair_of_kind(kind: str, family: str, draft_tokens: int | None, **overrides: Any) -> tuple[Target, FeatureDrafter]:
-    """`pair_of` with a drafter of any of `KINDS`, taught by the kind's own losses."""
-    if kind == "eagle3":
-        return pair_of(family, draft_tokens, **overrides)
-    target, _ = pair_of(family, None, **overrides)
+def pair_of(
+    family: str, draft_tokens: int | None, kind: str = "eagle3", **overrides: Any
+) -> tuple[Target, FeatureDrafter]:
+    """A target with a drafter of one of `KINDS`, taught by the kind's own losses; of the target's whole vocabulary or
+    of `draft_tokens` tokens that it says."""
+    target = _target(family, **overrides)
     drafter = untaught(kind, target, vocab_said(target, draft_tokens))
-    _teach(trainee_of(recipe_of_kind(kind).train, drafter), target, PROMPTS, length=40, steps=60)
+    trainee = trainee_of(recipe_of_kind(kind).train, drafter)
+    _teach(trainee, target, PROMPTS, length=40, steps=120 if kind == "eagle3" else 60)
     return target, drafter
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measurement.generation_log import record_of
 from draftsmith.eval.measurement.metrics import summarise_all
-from draftsmith.eval.report_page import files as report_files
+from draftsmith.eval.report_page import result_files
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe
 
@@ -46,7 +46,7 @@ def described(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """What `contenders.describe` says of each."""
     tree = {"policy": "eagle2", "nodes": 9, "draft_calls": 4, "top_k": 10, "vocab_size": None}
     drafted = {"proposer": "drafter", "drafter": "run/drafter", "tree": tree, "lossless": True}
-    return {name: report_files.UNDRAFTED if name == PLAIN else drafted for name in names}
+    return {name: result_files.UNDRAFTED if name == PLAIN else drafted for name in names}
 
 
 def make_recipe(folder: Path, **settings: Any) -> Recipe:
@@ -68,7 +68,7 @@ def evaluate(
     recipe.eval_out.mkdir(parents=True, exist_ok=True)
     results: dict[str, list[Generation]] = {name: [] for name in (PLAIN, *contenders)}
     words = texts or [f" word{i}" for i in range(length)]
-    with report_files.generations_path(recipe).open("w") as file:
+    with result_files.generations_path(recipe).open("w") as file:
         for benchmark, category, name, turn in questions:
             for contender, generations in results.items():
                 out = generation(chance, length, contender != PLAIN, name, benchmark, turn)
@@ -78,12 +78,12 @@ def evaluate(
                 file.write(json.dumps(record_of(out, contender, "".join(words), shown)) + "\n")
     sampled = recipe.eval.temperature > 0
     numbers = summarise_all(results, PLAIN, 0, sampled)
-    report_files.write_acceptance(recipe, numbers, described(results), contenders[0], PLAIN, MADE)
+    result_files.write_acceptance(recipe, numbers, described(results), contenders[0], PLAIN, MADE)
     return results
 
 
 def page_of(recipe: Recipe) -> str:
-    return report_files.write_report(recipe).read_bytes().decode("utf-8")
+    return result_files.write_report(recipe).read_bytes().decode("utf-8")
 
 
 class Page(HTMLParser):

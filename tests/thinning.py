@@ -35,12 +35,12 @@ def thinned(*axes: Iterable[Any], together: int = 1) -> list[Any]:
     return [each if each in kept else pytest.param(*each, marks=EXHAUSTIVE) for each in combinations]
 
 
-def a_few(values: Iterable[Any], *fast: Any) -> list[Any]:
+def a_few(values: Iterable[Any], *fast: Any, marks: Any = EXHAUSTIVE) -> list[Any]:
     """The values as parameters of a test, exhaustive those that are not named; tuples are one combination each."""
     values = list(values)
     assert all(value in values for value in fast), fast
     left = [value for value in values if value not in fast]
-    return [*fast, *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=EXHAUSTIVE) for v in left)]
+    return [*fast, *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=marks) for v in left)]
 
 
 MANY = 100  # examples

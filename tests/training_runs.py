@@ -38,16 +38,16 @@ def write_conversations(path: Path, count: int, seed: int = 0) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def to_train(output: Path, conversations: int = 24) -> Path:
+def to_train(output: Path, conversations: int = 24, draft_tokens: int = 160) -> Path:
     """An output_dir that holds what training reads."""
     write_conversations(output / "conversations.jsonl", conversations)
-    DraftVocab(torch.arange(0, 320, 2), 320).save(output / "draft_vocab.safetensors")
+    DraftVocab(torch.arange(0, 320, 320 // draft_tokens), 320).save(output / "draft_vocab.safetensors")
     return output
 
 
 SIX_STEPS: dict[str, Any] = {"max_steps": 6, "batch_size": 4, "learning_rate": 0.003, "ttt_steps": 3}
-SIX_STEPS |= {"mixed_precision": "no"}
-SIX_STEPS |= {"save_every_steps": 3, "log_every_steps": 1, "validate_every_steps": 3, "validation_conversations": 4}
+SIX_STEPS |= {"mixed_precision": "no", "save_every_steps": 3, "log_every_steps": 1}
+SIX_STEPS |= {"validate_every_steps": 3, "validation_conversations": 4}
 
 
 @pytest.fixture

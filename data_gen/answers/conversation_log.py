@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.lines import append_line, json_line
-from draftsmith.recipes.files.lock import locked
+from draftsmith.recipes.files.atomic import append_line, json_line
+from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.prompt_reader import Conversation, asked_digest
 
 SECONDS_BETWEEN_SYNCS = 1.0
@@ -121,7 +121,7 @@ def not_done(conversations: list[Conversation], content: LogContent) -> list[Con
 class ConversationLog:
     """Appends records to a conversations file under a lock.
 
-    Raises UserError if another process is writing the file, or as `read_log` does.
+    Raises UserError if another run is writing the file, or as `read_log` does.
 
     Attributes:
         generator: is written into every line. The file's lines must have the one that the log was opened with.
@@ -130,10 +130,8 @@ class ConversationLog:
 
     def __init__(self, path: Path, generator: dict[str, Any]):
         self.path, self.generator, self.appended = path, dict(generator), 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        taken = f"{path}: another process is writing it; wait for it, or use another output_dir"
         with contextlib.ExitStack() as opened:
-            opened.enter_context(locked(path.with_name(f".{path.name}.lock"), taken))
+            opened.enter_context(alone_in(path.parent, file=path.name))
             self._file: IO[bytes] = opened.enter_context(path.open("ab", buffering=0))
             self.content = read_log(path, generator)
             self._opened = opened.pop_all()

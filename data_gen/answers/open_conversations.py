@@ -12,7 +12,7 @@ from draftsmith.data_gen.server_client.client import ChatPrompt
 from draftsmith.data_gen.server_client.generator import Unanswered
 from draftsmith.models.chat import RenderError, answer_message, as_text, reads_pictures, render_prompt
 from draftsmith.models.prompt import Prompt
-from draftsmith.recipes.prompts.picture_files import data_url
+from draftsmith.recipes.prompts.picture_parts import data_url
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.prompt_reader import asked_digest, questions
 from draftsmith.recipes.prompts.records import Conversation

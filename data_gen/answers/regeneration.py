@@ -22,17 +22,16 @@ from draftsmith.data_gen.training_rows.overlap import screen
 from draftsmith.eval.decoding.proposers import check_drafter
 from draftsmith.models.chat import RenderError, prompt_date, reads_pictures, render_prompt, template_variables
 from draftsmith.models.checkpoint import weight_bytes
-from draftsmith.models.context_limits import bounded_rows, check_evaluation, longest_row
-from draftsmith.models.costs import free_bytes, gigabytes, plan_decoding
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_writing_drafter, yet_to_import
-from draftsmith.models.target_files import TargetFiles, weight_digests
+from draftsmith.models.sizes import free_bytes, gigabytes, plan_decoding
+from draftsmith.models.target_files import TargetFiles, bounded_rows, check_evaluation, longest_row, weight_digests
 from draftsmith.models.turn_ends import answer_notes
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError, collecting_problems
-from draftsmith.recipes.prompts.picture_files import data_url, store_picture
+from draftsmith.recipes.errors import UserError, collecting_problems, naming_problems
+from draftsmith.recipes.prompts.picture_parts import data_url, store_picture
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.prompt_reader import DUPLICATE, Conversation, Rejects, questions, read_training_prompts
 from draftsmith.recipes.schema import Recipe
@@ -56,11 +55,8 @@ def main(command: Command) -> int:
         print(note)
     drafter = recipe.data.generator.drafter
     if drafter is not None and not yet_to_import(recipe, drafter):
-        problems: list[str] = []
-        with collecting_problems(problems, before="data.generator.drafter: "):
+        with naming_problems("data.generator.drafter: "):
             check_drafter(files, Path(drafter))
-        if problems:
-            raise UserError(problems)
     path = recipe.conversations_path
     rejects = Rejects(None if command.plan else path.with_suffix(".rejects.jsonl"))
     conversations = asked_conversations(recipe, files, rejects, command.plan)

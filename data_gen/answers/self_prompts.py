@@ -26,17 +26,16 @@ from draftsmith.data_gen.answers.regeneration import (
 )
 from draftsmith.data_gen.server_client.generator import Servers, Unanswered
 from draftsmith.models.chat import decode_answer
-from draftsmith.models.costs import plan_decoding
 from draftsmith.models.formats.named_drafters import with_writing_drafter
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.sizes import plan_decoding
 from draftsmith.models.target_files import TargetFiles, weight_digests
 from draftsmith.models.turn_ends import user_turn
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import atomic_write
-from draftsmith.recipes.files.lines import json_line
+from draftsmith.recipes.files.atomic import atomic_write, json_line
 from draftsmith.recipes.schema import Recipe
 
 Record = dict[str, Any]

@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from draftsmith.models.vocab import load_tensors, write_tensors
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import atomic_path
 
 TENSORS = ("features", "accepted", "sizes")
 ABOUT = "labelled_trees"  # key of the metadata
@@ -41,17 +39,12 @@ class Trees:
         return Trees(self.features[chosen], self.accepted[chosen], self.sizes[trees], self.about)
 
     def write(self, path: Path) -> None:
-        with atomic_path(path) as partial:
-            save_file({name: getattr(self, name) for name in TENSORS}, partial, {ABOUT: json.dumps(self.about)})
+        write_tensors(path, {name: getattr(self, name) for name in TENSORS}, {ABOUT: json.dumps(self.about)})
 
     @staticmethod
     def read(path: Path) -> "Trees":
         """Raises UserError for a file that is missing, cut short or of another kind."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                features, accepted, sizes = map(file.get_tensor, TENSORS)
-                return Trees(features, accepted, sizes, json.loads(file.metadata()[ABOUT]))
-        except FileNotFoundError:
-            raise UserError(f"{path}: no labelled trees here; run `draftsmith label-trees` first") from None
-        except (OSError, SafetensorError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: not a file of labelled trees, or damaged ({error}); label again") from None
+        tensors, said = load_tensors(path, "file of labelled trees; run `draftsmith label-trees` first")
+        if ABOUT not in said or not tensors.keys() >= {*TENSORS}:
+            raise UserError(f"{path}: not a file of labelled trees; label again")
+        return Trees(**{name: tensors[name] for name in TENSORS}, about=json.loads(said[ABOUT]))

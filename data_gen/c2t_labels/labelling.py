@@ -46,7 +46,6 @@ from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
-from draftsmith.recipes.loader import output_problem
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.recipes.sections.train import LabelSection
@@ -90,7 +89,7 @@ def main(command: Command) -> None:
 
 def labelled_contender(recipe: Recipe, files: TargetFiles, name: str | None = None) -> Contender:
     """The contender that drafts, with labels.draft_calls, labels.top_k, and its own vocabulary cut. Raises UserError
-    with all problems: of its name, drafter and trees, and of labels.out.
+    with all problems of its name, drafter and trees.
 
     Args:
         name: of one under eval.also; None: the recipe's own.
@@ -100,14 +99,12 @@ def labelled_contender(recipe: Recipe, files: TargetFiles, name: str | None = No
     contender = next(iter(contenders.values())) if name is None else contenders.get(name)
     if contender is None:
         problems.append(f"--contender: no contender is called {name!r}; there are {', '.join(map(repr, contenders))}")
-    elif not contender.has_distributions:
+    elif contender.entry.drafting is None:
         problems.append(f"--contender: {contender.proposer} has no distribution to compute P and H from")
     if section.draft_calls >= positions:
         problems.append(
             f"labels.draft_calls: {section.draft_calls:,} calls, but the target has {positions:,} positions"
         )
-    if problem := output_problem(recipe.labelled_trees_path, folder=False):
-        problems.append(f"labels.out: {problem}")
     if problems or contender is None:
         raise UserError(problems)
     # Labelling verifies no tree. With two nodes, no tree exceeds the target's positions.

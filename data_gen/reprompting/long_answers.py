@@ -21,11 +21,9 @@ from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import atomic_path
-from draftsmith.recipes.files.lines import json_line
-from draftsmith.recipes.files.lock import locked
-from draftsmith.recipes.prompts.picture_files import data_url, store_picture
-from draftsmith.recipes.prompts.picture_parts import pictures_of
+from draftsmith.recipes.files.atomic import atomic_path, json_line
+from draftsmith.recipes.files.lock import alone_in
+from draftsmith.recipes.prompts.picture_parts import data_url, pictures_of, store_picture
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.prompt_reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
@@ -67,9 +65,7 @@ def main(command: Command) -> None:
         return
     rejects = Rejects(out.with_suffix(".rejects.jsonl"))
     store = partial(store_picture, folder=out.with_suffix(".pictures"))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    taken = f"{out}: another process is writing it; wait for it, or name another data.reprompt.out"
-    with locked(out.with_name(f".{out.name}.lock"), taken):
+    with alone_in(out.parent, file=out.name):
         conversations = read_in_drawn_order(sources, section, rejects, store)
         records = len(conversations) + rejects.total
         written, prompts = 0, prompts_for_long_answers(conversations, section, rejects, store)

@@ -27,7 +27,7 @@ from draftsmith.data_gen.server_client.server_answers import Completion, Failed,
 from draftsmith.models.prompt import Prompt
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.json_text import parse_json
-from draftsmith.recipes.prompts.picture_files import data_url
+from draftsmith.recipes.prompts.picture_parts import data_url
 from draftsmith.recipes.prompts.pictures import plain_bytes, read_picture
 
 CONNECT_SECONDS = 10.0

@@ -8,19 +8,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from safetensors import SafetensorError
 
 from draftsmith.data_gen.states.capturing import WantedStates
-from draftsmith.data_gen.states.store import WRITTEN, Encoded, Encoding, StoreManifest, WrittenRows
+from draftsmith.data_gen.states.store import WRITTEN, Encoded, Encoding, StoreManifest, WrittenRows, writing
 from draftsmith.data_gen.states.stored_target import save_target, target_is_whole
 from draftsmith.data_gen.training_rows.rows import Turn, is_usable, rows_of
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import TargetSession
-from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.lock import alone_in
-from draftsmith.recipes.loader import output_problem
 from draftsmith.recipes.schema import Recipe
 
 
@@ -126,8 +123,6 @@ def wanted_states(recipe: Recipe, files: TargetFiles) -> WantedStates | None:
     directory, generator = recipe.states_dir, recipe.data.generator
     if recipe.data.states is None or generator.kind != "transformers":
         return None
-    if (problem := output_problem(directory, folder=True)) is not None:
-        raise UserError(f"data.states: {problem}")
     asked = WantedStates.of(recipe, files)
     if (store := StoreManifest.read(directory)) is not None:
         print(
@@ -150,8 +145,6 @@ def storing(recipe: Recipe, asked: WantedStates, files: TargetFiles, target: Tar
         if written.manifest is not None:
             written.manifest.refuse_if_other(made_of, directory)
         if written.manifest is None or not target_is_whole(directory, written.manifest, verify=False):
-            try:
+            with writing(directory):
                 StoreManifest(made_of, 0, save_target(files, target, directory)).write(written.folder)
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"{directory}: cannot be written ({first_line(error)}): make room") from error
         yield AnswerStates(written, asked)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
@@ -25,7 +24,6 @@ from draftsmith.data_gen.states.store import (
     Parts,
     StoreManifest,
     WrittenRows,
-    file_problem,
     key_of,
     length_of,
     rows_identity,
@@ -35,6 +33,7 @@ from draftsmith.data_gen.states.store import (
     taught_tokens,
     teacher_positions,
     write_shard,
+    writing,
 )
 from draftsmith.data_gen.states.stored_target import (
     PICTURES,
@@ -49,22 +48,22 @@ from draftsmith.data_gen.states.stored_target import (
     target_is_whole,
 )
 from draftsmith.data_gen.training_rows.rows import TrainingRow, usable_rows
-from draftsmith.models.costs import free_bytes, gigabytes
 from draftsmith.models.drafters import states_read
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.prompt import PlacedInsert
+from draftsmith.models.sizes import free_bytes, gigabytes
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import batches_by_length
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import made_by
 from draftsmith.recipes.command.launch import local_rank, rank, world_size
 from draftsmith.recipes.command.plan import PlanLines, plural
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError, first_line
+from draftsmith.recipes.command.stages import made_by
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import clear_partial_files
 from draftsmith.recipes.files.lock import alone_in
-from draftsmith.recipes.loader import output_problem
+from draftsmith.recipes.files.reading import file_problem
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 
@@ -72,8 +71,6 @@ from draftsmith.recipes.schema import Recipe
 def main(command: Command) -> None:
     recipe, leads = command.recipe, rank() == 0
     directory = recipe.states_dir
-    if (problem := output_problem(directory, folder=True)) is not None:
-        raise UserError(f"data.states: {problem}")
     files = TargetFiles(recipe.target)
     check_export(recipe, files)
     if command.plan and not leads:
@@ -321,14 +318,8 @@ class Capture:
         """
         own, directory = [number for number in self.missing if is_own(number)], self.directory
         if own or (rank() == 0 and not self.manifest.files):
-            try:
+            with writing(directory, "start again: whole shards stay"):
                 self._make(own, target)
-            except (OSError, SafetensorError) as error:
-                self.manifest.look(directory)
-                raise UserError(
-                    f"{directory}: cannot be written ({first_line(error)}): make room if the disk is full, then start "
-                    f"again; {len(self.manifest.shards):,} of {self.manifest.of:,} shards are whole and stay"
-                ) from error
         found = StoreManifest.read(directory)
         if found is not None and found.complete:
             shutil.rmtree(directory / WRITTEN, ignore_errors=True)  # another process may do so, too

@@ -57,12 +57,12 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.checkpoint import differences
-from draftsmith.models.costs import gigabytes
+from draftsmith.models.sizes import gigabytes
 from draftsmith.models.target_columns import columns_of_picture
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import atomic_path, atomic_write
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import json_object
+from draftsmith.recipes.files.reading import file_entry, file_problem
 
 MANIFEST, KIND = "manifest.json", "hidden_states"
 PLACE = ("model", "revision")  # of the target: it may be moved
@@ -259,18 +259,6 @@ def entry_path(directory: Path, number: int) -> Path:
     return shard_path(directory, number).with_suffix(".json")
 
 
-def file_problem(path: Path, entry: dict[str, Any], digest: bool = False) -> str | None:
-    """What is wrong with a written file, or None. Compares its size and, with `digest`, its sha256."""
-    try:
-        if (size := path.stat().st_size) != entry["bytes"]:
-            return f"{path}: damaged: {size:,} bytes instead of {entry['bytes']:,}"
-        if digest and file_digest(path) != entry["sha256"]:
-            return f"{path}: damaged: not what was written (its sha256 differs)"
-    except OSError as error:
-        return f"{path}: {error.strerror.lower() if error.strerror else error}"
-    return None
-
-
 # Writing.
 
 Parts = dict[str, torch.Tensor]  # the stored, encoded states of a row, by their names in a shard
@@ -294,11 +282,13 @@ def write_shard(
     path = shard_path(directory, number)
     with atomic_path(path) as partial:
         save_file(tensors | {"starts": starts, "last_starts": last_starts}, partial)
-    broken = [row.id for row, each in zip(rows, parts, strict=True) if not _finite(each)]
+    finite = [  # fp8 has no inf; its scale shows it
+        all(bool(part.isfinite().all()) for name, part in each.items() if f"{name}_scale" not in each) for each in parts
+    ]
+    broken = [row.id for row, whole in zip(rows, finite, strict=True) if not whole]
     entry = {
         "file": path.name,
-        "bytes": path.stat().st_size,
-        "sha256": file_digest(path),
+        **file_entry(path),
         "made_of": made_of,
         "rows": len(rows),
         "tokens": int(starts[-1]),
@@ -309,9 +299,14 @@ def write_shard(
     return broken
 
 
-def _finite(parts: Parts) -> bool:
-    """fp8 has no inf; its scale shows it."""
-    return all(bool(part.isfinite().all()) for name, part in parts.items() if f"{name}_scale" not in parts)
+@contextmanager
+def writing(place: Path, remedy: str = "run the same command again") -> Iterator[None]:
+    """Turns the errors of a full disk into a UserError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        said = f"{place}: cannot be written ({first_line(error)}): make room, if the disk is full, and {remedy}"
+        raise UserError(said) from error
 
 
 class WrittenRows:
@@ -340,13 +335,8 @@ class WrittenRows:
         """Writes a row, once. Raises UserError if the disk is full."""
         if row in self:
             return
-        try:
-            with atomic_path(self._path(row)) as partial:
-                save_file({name: each.contiguous() for name, each in parts.items()}, partial)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{self._path(row)}: cannot be written ({error}): make room and run the same command again"
-            ) from error
+        with writing(path := self._path(row)), atomic_path(path) as partial:
+            save_file({name: each.contiguous() for name, each in parts.items()}, partial)
 
     def get(self, row: TrainingRow) -> Parts:
         """Empty if the row is not here, or damaged."""

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 
-from draftsmith.data_gen.states.store import REPAIR, Store, StoreManifest, file_problem, length_of
+from draftsmith.data_gen.states.store import REPAIR, Store, StoreManifest, length_of
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.prompt import Insert
 from draftsmith.models.target import Target
@@ -28,7 +28,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import atomic_folder, atomic_path
-from draftsmith.recipes.files.digest import file_digest
+from draftsmith.recipes.files.reading import file_entry, file_problem
 
 TARGET, HEAD = "target", "head.safetensors"
 PICTURES = "pictures"
@@ -54,7 +54,7 @@ def save_target(files: TargetFiles, target: Target, store: Path) -> dict[str, di
         files.save_without_weights(partial)
         save_file(given, partial / HEAD)
     return {
-        path.relative_to(store / TARGET).as_posix(): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+        path.relative_to(store / TARGET).as_posix(): file_entry(path)
         for path in sorted((store / TARGET).iterdir())
         if path.is_file()
     }
@@ -126,11 +126,6 @@ def target_is_whole(store: Path, manifest: StoreManifest, verify: bool) -> bool:
     """Whether target/ matches the manifest. A manifest without entries for it is older than the folder."""
     problems = [file_problem(store / TARGET / name, entry, verify) for name, entry in manifest.files.items()]
     return bool(problems) and not any(problems)
-
-
-def stored_bytes(store: Store) -> int:
-    """Memory of a `StoredTarget`."""
-    return store.manifest.files[HEAD]["bytes"]
 
 
 def head_bytes(files: TargetFiles) -> int:

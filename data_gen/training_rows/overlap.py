@@ -22,10 +22,8 @@ from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collecting_problems
-from draftsmith.recipes.files.atomic import atomic_write
-from draftsmith.recipes.files.lines import json_line
-from draftsmith.recipes.prompts.picture_files import data_url
-from draftsmith.recipes.prompts.picture_parts import with_picture_parts
+from draftsmith.recipes.files.atomic import atomic_write, json_line
+from draftsmith.recipes.prompts.picture_parts import data_url, with_picture_parts
 from draftsmith.recipes.prompts.prompt_reader import read_conversations, read_training_prompts
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects

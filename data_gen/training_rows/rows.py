@@ -44,15 +44,14 @@ from draftsmith.models.chat import (
     tokenizer_fingerprint,
     with_pictures,
 )
-from draftsmith.models.context_limits import bounded_rows, longest_row
 from draftsmith.models.prompt import Insert, Prompt
-from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_files import TargetFiles, bounded_rows, longest_row
 from draftsmith.models.turn_ends import is_blank, turn_ends
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
+from draftsmith.recipes.command.stages import made_by, require_files
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.records import Conversation, is_regenerated, stored_conversation

@@ -20,7 +20,7 @@ from draftsmith.data_gen.training_rows.rows import turns_of
 from draftsmith.models.chat import RenderError, tokenizer_fingerprint
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.input_files import DAMAGED, ending, matching, open_text
+from draftsmith.recipes.files.reading import DAMAGED, ending, matching, open_text
 from draftsmith.recipes.prompts.records import COLUMNS, LIST_COLUMNS, is_regenerated, json_type, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 from draftsmith.recipes.prompts.sources import HUB_FORMS, hub_parts, records

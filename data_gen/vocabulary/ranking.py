@@ -14,9 +14,8 @@ from draftsmith.data_gen.training_rows.rows import training_rows
 from draftsmith.data_gen.vocabulary.corpus_reader import ANSWERS, Tokeniser, check_sources, files_of
 from draftsmith.data_gen.vocabulary.template_tokens import template_tokens
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
-from draftsmith.models.context_limits import longest_row
 from draftsmith.models.formats.named_drafters import with_start
-from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_files import TargetFiles, longest_row
 from draftsmith.models.vocab import (
     CorpusCounts,
     DraftVocab,
@@ -29,10 +28,10 @@ from draftsmith.models.vocab import (
     write_tensors,
 )
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError, collecting_problems
+from draftsmith.recipes.command.stages import made_by, require_files
+from draftsmith.recipes.errors import UserError, naming_problems
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.prompts.sources import hub_parts, open_dataset
@@ -57,11 +56,6 @@ def main(command: Command) -> None:
             choose_vocab(recipe, size, files)
 
 
-def counts_path_of(recipe: Recipe) -> Path:
-    """The file that this run writes; eval.token_counts may name another one."""
-    return Path(recipe.output_dir) / "token_counts.safetensors"
-
-
 def print_ranking_plan(recipe: Recipe, size: int, vocab_size: int) -> None:
     sources = recipe.data.ranking.sources
     with PlanLines() as plan:
@@ -75,7 +69,7 @@ def print_ranking_plan(recipe: Recipe, size: int, vocab_size: int) -> None:
         if recipe.drafter.init_from is not None:
             chosen = f", those of {recipe.drafter.init_from}"
         plan.line("tokens", f"{size:,} of the target's {vocab_size:,}{chosen}")
-        plan.writes(recipe.draft_vocab_path, counts_path_of(recipe))
+        plan.writes(recipe.draft_vocab_path, recipe.own_counts_path)
 
 
 def choose_vocab(recipe: Recipe, size: int, files: TargetFiles) -> None:
@@ -107,7 +101,7 @@ def choose_vocab(recipe: Recipe, size: int, files: TargetFiles) -> None:
     if sources:
         metadata["corpora"] = json.dumps([corpus.facts() for corpus in corpora], ensure_ascii=False)
     done = write(recipe, vocab, metadata)
-    save_token_counts(counts_path_of(recipe), counts, files.fingerprint, stops, others, corpora if sources else ())
+    save_token_counts(recipe.own_counts_path, counts, files.fingerprint, stops, others, corpora if sources else ())
     print(
         f"{recipe.draft_vocab_path}: {done}; {vocab.size:,} of {vocab_size:,} target tokens, "
         f"{covered:.2%} of {'the blend' if len(blended) > 1 else blended[0].source} covered"
@@ -116,12 +110,11 @@ def choose_vocab(recipe: Recipe, size: int, files: TargetFiles) -> None:
 
 def vocab_of_start(recipe: Recipe, files: TargetFiles) -> DraftVocab:
     """The draft vocabulary of drafter.init_from. Raises UserError for no drafter, or one for another target."""
-    start, problems = Path(recipe.drafter.init_from or ""), list[str]()
-    with collecting_problems(problems, before="drafter.init_from: "):
+    start = Path(recipe.drafter.init_from or "")
+    with naming_problems("drafter.init_from: "):
         shape, trained_for = read_drafter_config(start)
         check_identity(start, trained_for, files.identity)
         return read_drafter_vocab(start, shape)
-    raise UserError(problems)
 
 
 # Counting.

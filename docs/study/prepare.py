@@ -17,7 +17,7 @@ from demos.scenes import scene_at
 from demos.stdlib import KINDS, split_of, stdlib_conversations
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.files.atomic import atomic_write
-from draftsmith.recipes.held_out import validation_rank
+from draftsmith.recipes.prompts.records import validation_rank
 
 VALIDATION = 48  # conversations
 MOST = 4  # times as many conversations as the recipe asks for

@@ -53,11 +53,6 @@ class Accepted:
 class Acceptance(Protocol):
     """Decides from the target's logits which tokens are the answer."""
 
-    @property
-    def lossless(self) -> bool:
-        """Whether answers are the target's own: its greedy tokens, or draws by its law."""
-        ...
-
     def first(self, logits_BV: torch.Tensor, draws: Sequence[Draws] | None) -> torch.Tensor:
         """[B] the first token of each answer, behind its prompt."""
         ...
@@ -69,8 +64,6 @@ class Acceptance(Protocol):
 
 class GreedyAcceptance:
     """The target's likeliest tokens."""
-
-    lossless = True
 
     def first(self, logits_BV: torch.Tensor, draws: Sequence[Draws] | None) -> torch.Tensor:
         return logits_BV.argmax(-1)
@@ -92,7 +85,6 @@ class SampledAcceptance:
     """Tokens of the target's law."""
 
     sampling: Sampling
-    lossless = True
 
     def first(self, logits_BV: torch.Tensor, draws: Sequence[Draws] | None) -> torch.Tensor:
         return drawn_tokens(self.sampling.probabilities(logits_BV), draws or ())

@@ -5,6 +5,7 @@ be wrong with contenders before weights are loaded. `loaded_proposer` then makes
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -16,15 +17,7 @@ import torch
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation, check_neighbours, neighbours_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.decoding.proposers import (
-    MIN_DRAFT_LENGTH,
-    PLAIN,
-    Contender,
-    routed,
-    router_name,
-    rule_name,
-    sorted_corpus,
-)
+from draftsmith.eval.decoding.proposers import MIN_DRAFT_LENGTH, PLAIN, Contender, default_name, routed, sorted_corpus
 from draftsmith.models.c2t import check_made_for
 from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab
 from draftsmith.models.draft_tree import Drafting, Proposer
@@ -37,7 +30,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, always_inside, fill_text, load_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import current_folder
-from draftsmith.recipes.files.digest import file_digest
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.eval import ContenderSection, SamSection, TreeSection
 
@@ -107,10 +100,10 @@ def describe(contender: Contender) -> dict[str, Any]:
         described["sam"] = contender.sam.model_dump()
     if contender.router is not None:
         described["router"] = contender.router.model_dump()
-    if contender.proposer == "hierarchy" and contender.draft_model is not None:
+    if contender.proposer == "hierarchy":
         described["hierarchy"] = {
-            "draft_model": contender.draft_model.model,
-            "quantization": precision_name(contender.draft_model.quantization),
+            "draft_model": contender.small.model,
+            "quantization": precision_name(contender.small.quantization),
             "min_draft_length": contender.min_draft_length,
         }
     if contender.quantization is not None:
@@ -125,7 +118,7 @@ def describe(contender: Contender) -> dict[str, Any]:
 
 def named(contenders: Sequence[Contender]) -> list[Contender]:
     """Each with a name: the given one, or what drafts and its tree. Raises UserError where two have the same."""
-    result = [replace(contender, name=contender.name or _default_name(contender)) for contender in contenders]
+    result = [replace(contender, name=contender.name or default_name(contender)) for contender in contenders]
     places = {PLAIN: [PLAIN]}
     for contender in result:
         places.setdefault(contender.name, []).append(contender.place)
@@ -137,15 +130,6 @@ def named(contenders: Sequence[Contender]) -> list[Contender]:
     if problems:
         raise UserError(problems)
     return result
-
-
-def _default_name(contender: Contender) -> str:
-    name = contender.entry.name(contender)
-    if contender.quantization is not None:
-        name = f"{name}, {precision_name(contender.quantization)} target"
-    if contender.router is not None:
-        name = f"{name}, {router_name(contender.router)}"
-    return name if contender.relaxed is None else f"{name}, {rule_name(contender.relaxed)}"
 
 
 # Checks before anything large is loaded.
@@ -211,8 +195,8 @@ def check_contenders(recipe: Recipe, files: TargetFiles, contenders: Sequence[Co
                 for raised in error.problems:
                     short = raised.removeprefix("target.") if key == "eval.quantization" else raised
                     problem = f"eval.{short}" if short.startswith(("tree.", "draft_model", "quantization")) else short
-                    known = any(problem.startswith(f"{start}{end}") for start in KEYS for end in ".: ")
-                    places.setdefault(problem if known else f"{key}: {problem}", []).append(contender.place)
+                    has_key = re.match(r"eval\.[\w.]+: ", problem)
+                    places.setdefault(problem if has_key else f"{key}: {problem}", []).append(contender.place)
                 return False
 
         tree, drafter = contender.tree, contender.drafter
@@ -230,7 +214,7 @@ def check_contenders(recipe: Recipe, files: TargetFiles, contenders: Sequence[Co
             collect("eval.router.static", sorted_corpus, files, contender.router)
         if contender.relaxed is not None:
             collect("eval.acceptance.neighbours", check_neighbours, contender.relaxed, files)
-        has_vocab = contender.has_distributions or contender.proposer == "hierarchy"
+        has_vocab = contender.entry.drafting is not None or contender.proposer == "hierarchy"
         if there and has_vocab and collect("eval.token_counts", vocab_of, contender, files) and known:
             vocab = vocab_of(contender, files)
             if tree.policy == "c2t":
@@ -244,13 +228,6 @@ def check_contenders(recipe: Recipe, files: TargetFiles, contenders: Sequence[Co
         raise UserError([_placed(problem, where) for problem, where in places.items()])
     for note in notes:
         print(note)
-
-
-# A contender's problem begins with one of these.
-KEYS = (
-    *("eval.drafter", "eval.tree", "eval.token_counts", "eval.sam", "eval.router", "eval.acceptance"),
-    *("eval.draft_model", "eval.quantization"),
-)
 
 
 def _placed(problem: str, places: Sequence[str]) -> str:
@@ -283,9 +260,7 @@ def loaded_proposer(models: LoadedModels, contender: Contender, sampling: Sampli
 
     Raises UserError if one of its models or files is missing, or was made for another target.
     """
-    if contender.quantization is not None:
-        own = models.in_precision(contender.quantization)
-        return loaded_proposer(own, replace(contender, quantization=None), sampling)
+    models = models.in_precision(contender.quantization)
     if contender.entry.make is not None:
         proposer = contender.entry.make(models, contender)
     else:
@@ -322,4 +297,4 @@ def loaded_identity(models: LoadedModels, contender: Contender, vocab: DraftVoca
     identity, small = drafter_identity(contender, vocab), contender.draft_model
     if small is None:
         return identity
-    return identity | {"draft_model": models.draft_model_identity(small), "target": models.identity}
+    return identity | {"draft_model": models.draft_model(small).identity, "target": models.identity}

@@ -30,7 +30,6 @@ from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
 
 GREEDY_ACCEPTANCE = GreedyAcceptance()
-_END: Any = object()
 
 
 @dataclass
@@ -104,10 +103,6 @@ class Verifier(Protocol):
         """What was read or committed since the last round. `tokens`: all of each row, the unread root last."""
         ...
 
-    def limits(self) -> list[int]:
-        """The greatest depth that each row's tree may have."""
-        ...
-
     def verify(self, tree: DraftTree) -> None:
         """Runs the target over all nodes."""
 
@@ -158,10 +153,6 @@ class TargetVerifier:
 
     def committed(self, tokens: Sequence[Sequence[int]]) -> Committed:
         return Committed(self.session.target, tokens, self.features, self.counts, self.prompts)
-
-    def limits(self) -> list[int]:
-        # A node of depth d stands at position length + d.
-        return [max(0, self.positions - 1 - length) for length in self.session.lengths]
 
     def verify(self, tree: DraftTree) -> None:
         self.logits, self.features = self.session.verify(tree)
@@ -234,11 +225,12 @@ def run_round(
     """
     began = mark()
     if proposer is None:
-        tree, calls = DraftTree.root_only([tokens[-1] for tokens in texts], verifier.device), [0] * len(texts)
+        tree, calls = DraftTree.chains([tokens[-1:] for tokens in texts], verifier.device), [0] * len(texts)
     else:
         proposer.observe(verifier.committed(texts))
         tree, calls = proposer.propose()
-        tree = tree.pruned(verifier.limits())
+        # A node of depth d stands at the root's position, len(text) - 1, plus d.
+        tree = tree.pruned([max(0, verifier.positions - len(text)) for text in texts])
     drafted = mark()
     verifier.verify(tree)
     verified = mark()
@@ -379,12 +371,11 @@ def decode_stream(
 def _taken(waiting: Iterator[Request | None], most: int) -> tuple[list[Request], bool]:
     """(the next requests, whether they are exhausted); fewer than `most` after a None."""
     new: list[Request] = []
-    while len(new) < most:
-        one = next(waiting, _END)
-        if one is _END or one is None:
-            return new, one is _END
+    for one in itertools.islice(waiting, most):
+        if one is None:
+            return new, False
         new.append(one)
-    return new, False
+    return new, len(new) < most
 
 
 def _compacted(kept: Sequence[bool]) -> list[int]:

@@ -13,8 +13,8 @@ N1, N2, ... the k tokens nearest to x, and a budget,
 the token is accepted as if x had probability p~(x). LANTERN's budget is delta. LANTERN++'s is (lambda - 1) p(x): p~(x)
 is at most lambda p(x).
 
-The output is not the target's: `lossless` is False, and each decision tells how much it moved (`Accepted.moved`), the
-total variation between the law that the token was drawn from and p.
+The output is not the target's. Each decision tells how much it moved (`Accepted.moved`), the total variation between
+the law that the token was drawn from and p.
 
 Chosen by rank   children x1, x2, ... of a node take their mass one after the other, each from what the earlier ones
 (q = 1)          left; a rejection removes x and exactly A. The budget delta is shared among the children, so the
@@ -104,8 +104,6 @@ class Relaxation:
 
 class LanternAcceptance:
     """Tokens that are, up to a relaxation, of the target's law, or its likeliest ones."""
-
-    lossless = False
 
     def __init__(self, sampling: Sampling, relaxation: Relaxation):
         self.sampling, self.relaxation = sampling, relaxation
@@ -272,16 +270,6 @@ def check_neighbours(section: AcceptanceSection, target: TargetFiles) -> None:
         code_tokens(target.config)
     elif section.neighbours != "embedding":
         read_codebook(Path(section.neighbours), target.text_config.vocab_size)
-
-
-def warning(section: AcceptanceSection, target: TargetFiles) -> str | None:
-    """A sentence about a target that seems to write text. A file's tokens are taken for codes."""
-    if section.neighbours != "embedding" or writes_images(target.config):
-        return None
-    return (
-        f"{section.rule} with {target.section.model}, which writes text: tokens give way to those with near "
-        "embeddings, which need not mean the same"
-    )
 
 
 def read_codebook(path: Path, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -73,16 +73,9 @@ class Contender:
         return PROPOSERS[self.proposer]
 
     @property
-    def has_distributions(self) -> bool:
-        """Whether policies can grow trees from the proposer's probabilities."""
-        return self.entry.drafting is not None
-
-    @property
     def model(self) -> str | None:
         """The drafter's directory or the small model's name; None for a proposer without a model."""
-        if self.drafter is not None:
-            return str(self.drafter)
-        return None if self.draft_model is None else self.draft_model.model
+        return str(self.drafter) if self.drafter is not None else self.draft_model and self.draft_model.model
 
 
 @dataclass(frozen=True)
@@ -161,13 +154,17 @@ def tree_name(tree: TreeSection) -> str:
     return f"{shape}, {tree.vocab_size:,} tokens" if tree.vocab_size is not None else shape
 
 
-def router_name(router: RouterSection) -> str:
-    return f"{'fused with' if router.fuse else 'routed with'} sam, {_looks_in(router)}"
-
-
-def rule_name(section: AcceptanceSection) -> str:
-    bound = f"delta {section.delta:g}" if section.rule == "lantern" else f"lambda {section.factor:g}"
-    return f"{section.rule} {bound}, k {section.k}"
+def default_name(contender: Contender) -> str:
+    """What drafts, its tree, and what else is not as usual."""
+    name = contender.entry.name(contender)
+    if contender.quantization is not None:
+        name = f"{name}, {precision_name(contender.quantization)} target"
+    if (router := contender.router) is not None:
+        name = f"{name}, {'fused with' if router.fuse else 'routed with'} sam, {_looks_in(router)}"
+    if (relaxed := contender.relaxed) is not None:
+        bound = f"delta {relaxed.delta:g}" if relaxed.rule == "lantern" else f"lambda {relaxed.factor:g}"
+        name = f"{name}, {relaxed.rule} {bound}, k {relaxed.k}"
+    return name
 
 
 def _looks_in(section: SamSources) -> str:
@@ -177,8 +174,8 @@ def _looks_in(section: SamSources) -> str:
 # The table.
 
 
-def _drafter_drafting(models: LoadedModels, contender: Contender, small: TargetSection | None = None) -> Drafting:
-    drafter = models.drafter(contender.drafter_dir, small)
+def _drafter_drafting(models: LoadedModels, contender: Contender) -> Drafting:
+    drafter = models.drafter(contender.drafter_dir)
     return drafting_of(drafter, contender.cut(drafter.vocab, models.files))
 
 
@@ -193,12 +190,13 @@ def _check_hierarchy(target: TargetFiles, contender: Contender) -> None:
 
 
 def _hierarchy(models: LoadedModels, contender: Contender) -> Proposer:
-    inner = PolicyProposer(_drafter_drafting(models, contender, contender.small), policy_of(contender.tree))
-    return HierarchicalProposer(models.draft_model(contender.small), inner, contender.min_draft_length)
+    small = models.draft_model(contender.small)
+    inner = PolicyProposer(_drafter_drafting(small, contender), policy_of(contender.tree))
+    return HierarchicalProposer(small.target, inner, contender.min_draft_length)
 
 
 def _causal_lm_drafting(models: LoadedModels, contender: Contender) -> Drafting:
-    small = models.draft_model(contender.small)
+    small = models.draft_model(contender.small).target
     return CausalLMDrafting(small, contender.cut(DraftVocab.full(small.vocab_size), models.files))
 
 

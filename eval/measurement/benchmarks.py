@@ -10,7 +10,7 @@ the machine becomes slower, it slows all alike.
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -34,8 +34,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vision import is_vision_language
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.picture_files import data_url
-from draftsmith.recipes.prompts.picture_parts import pictures_of
+from draftsmith.recipes.prompts.picture_parts import data_url, pictures_of
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.prompt_reader import Rejects, questions, read_conversations
 from draftsmith.recipes.prompts.sources import StorePicture, short_names
@@ -118,14 +117,6 @@ def load_questions(
     return found
 
 
-class _Decoder(NamedTuple):
-    """What decodes for one row of the table."""
-
-    target: Target
-    proposer: Proposer | None  # None: plain decoding
-    acceptance: Acceptance
-
-
 def decode_all(
     models: LoadedModels,
     recipe: Recipe,
@@ -148,12 +139,14 @@ def decode_all(
         the same order for all.
     """
     section, sampling, tokenizer = recipe.eval, Sampling.of(recipe.eval), models.files.tokenizer
-    decoders = {PLAIN: _Decoder(models.target, None, acceptance_of(sampling))}
-    for each in contenders:
-        decoders[plain_of(each)] = _Decoder(_target_of(models, each), None, acceptance_of(sampling))
+    targets = {each.name: models.in_precision(each.quantization).target for each in contenders}
+    # What decodes for each row of the table; plain decoding has no proposer.
+    decoders: dict[str, tuple[Target, Proposer | None, Acceptance]] = {}
+    decoders[PLAIN] = models.target, None, acceptance_of(sampling)
+    decoders |= {plain_of(each): (targets[each.name], None, acceptance_of(sampling)) for each in contenders}
     for each in contenders:
         rule = rule_of(models, each, sampling, recipe.eval_out)
-        decoders[each.name] = _Decoder(_target_of(models, each), loaded_proposer(models, each, sampling), rule)
+        decoders[each.name] = targets[each.name], loaded_proposer(models, each, sampling), rule
     names, shown = list(decoders), contenders[0].name
     images, folder = ImageTokens.of(models.target.model), recipe.eval_out / "generations.images"
     results: dict[str, list[Generation]] = {name: [] for name in names}
@@ -198,10 +191,6 @@ def decode_all(
     if not results[PLAIN]:
         raise UserError(f"eval.prompts: none of the {len(asked)} prompts could be used; {rejects.summary()}")
     return results
-
-
-def _target_of(models: LoadedModels, contender: Contender) -> Target:
-    return models.in_precision(contender.quantization).target
 
 
 def answer_line(

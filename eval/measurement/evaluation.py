@@ -10,40 +10,30 @@ from typing import Any
 
 from draftsmith.eval.decoding.contenders import Contender, check_contenders, describe
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.decoding.lantern import warning
 from draftsmith.eval.decoding.proposers import tree_name
 from draftsmith.eval.measurement.benchmarks import PLAIN, answer_line, decode_all, plain_of, recipe_questions
 from draftsmith.eval.measurement.compared import load_all
 from draftsmith.eval.measurement.metrics import summarise_all
-from draftsmith.eval.planner.planner_command import choose_tree
-from draftsmith.eval.planner.search import candidates_of, prepared, recipe_keys
+from draftsmith.eval.planner.planning import candidates_of, choose_tree, prepared, recipe_keys
 from draftsmith.eval.replay.replay import Agreement
 from draftsmith.eval.replay.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
-from draftsmith.eval.report_page.files import (
-    UNDRAFTED,
-    generations_path,
-    print_table,
-    print_written,
-    read_acceptance,
-    write_acceptance,
-    write_report,
-)
+from draftsmith.eval.report_page import result_files
 from draftsmith.models.chat import decode_answer
-from draftsmith.models.checkpoint import precision_note, weight_bytes
-from draftsmith.models.context_limits import longest_row, no_room
-from draftsmith.models.costs import plan_decoding
+from draftsmith.models.checkpoint import read_drafter_config, weight_bytes
 from draftsmith.models.formats.named_drafters import yet_to_import
+from draftsmith.models.image_tokens import writes_images
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.quantize import precision_name
+from draftsmith.models.sizes import plan_decoding
 from draftsmith.models.target import device_name
-from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_files import TargetFiles, longest_row, no_room
 from draftsmith.models.turn_ends import answer_notes
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import partial_path, sync_to_disk
 from draftsmith.recipes.files.lock import alone_in
-from draftsmith.recipes.prompts.picture_files import store_picture
+from draftsmith.recipes.prompts.picture_parts import store_picture
 from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.eval import TreeSection
@@ -77,7 +67,7 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
     with alone_in(recipe.eval_out):
         rejects = Rejects(recipe.eval_out / "prompts.rejects.jsonl")
         # Pictures that have no file are stored beside the answers.
-        store = partial(store_picture, folder=generations_path(recipe).with_suffix(".pictures"))
+        store = partial(store_picture, folder=result_files.generations_path(recipe).with_suffix(".pictures"))
         asked = recipe_questions(recipe, files, rejects, store)
         for note in answer_notes(files):
             print(note)
@@ -140,33 +130,52 @@ def publish_results(
     unlike = recipe.eval.mode == "replay" or recipe.eval.temperature > 0
     own_plain = {name: plain_of(each) for each in contenders for name in (each.name, plain_of(each))}
     numbers = summarise_all(results, PLAIN, recipe.eval.seed, unlike, main, own_plain)
-    described = {plain_of(each): UNDRAFTED | {"quantization": precision_name(each.quantization)} for each in contenders}
-    described |= {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
+    described = {
+        plain_of(each): result_files.UNDRAFTED | {"quantization": precision_name(each.quantization)}
+        for each in contenders
+    }
+    described |= {PLAIN: result_files.UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
     made = how_made(recipe, models, contenders) | about  # reads whole drafters: before a file takes its place
     _replace_answers(recipe)
-    path = write_acceptance(recipe, numbers, described, main, PLAIN, made)
+    path = result_files.write_acceptance(recipe, numbers, described, main, PLAIN, made)
     for note in notes:
         print(note)
-    print_table(read_acceptance(path))
-    print_written(path, generations_path(recipe), write_report(recipe))
+    result_files.print_table(result_files.read_acceptance(path))
+    result_files.print_written(path, result_files.generations_path(recipe), result_files.write_report(recipe))
 
 
 def precision_notes(models: LoadedModels, contenders: Sequence[Contender]) -> list[str]:
-    """Sentences about drafters that draft for the target in another precision than they were trained on."""
-    pairs = dict.fromkeys((c.drafter, c.quantization) for c in contenders if c.proposer == "drafter")
-    notes = (precision_note(d, models.in_precision(precision).identity) for d, precision in pairs if d is not None)
-    return [f"note: {note}" for note in notes if note is not None]
+    """Sentences about drafters trained on the target in another precision, or otherwise guided, than they draft for."""
+    notes = []
+    for drafter, wanted in dict.fromkeys((c.drafter, c.quantization) for c in contenders if c.proposer == "drafter"):
+        assert drafter is not None
+        identities, said = (read_drafter_config(drafter)[1], models.in_precision(wanted).identity), []
+        for identity in identities:
+            precision, guidance = identity.get("quantization"), identity.get("guidance")
+            said.append(f"in {precision}" if precision else "unquantised")
+            said[-1] += f", guided ({guidance})" if guidance else ""
+        if said[0] != said[1]:
+            notes.append(
+                f"note: {drafter} was trained on the states of the target {said[0]}; here it drafts for the target "
+                f"{said[1]}"
+            )
+    return notes
 
 
 def relaxed_notes(files: TargetFiles, contenders: Sequence[Contender]) -> list[str]:
-    """Sentences about relaxed acceptance where it makes little sense."""
-    rules = {contender.relaxed: None for contender in contenders if contender.relaxed is not None}
-    return [f"note: {note}" for note in (warning(rule, files) for rule in rules) if note]
+    """Sentences about relaxed acceptance for a target that seems to write text. A file's tokens are taken for codes."""
+    relaxed = dict.fromkeys(each.relaxed for each in contenders if each.relaxed and not writes_images(files.config))
+    return [
+        f"note: {section.rule} with {files.section.model}, which writes text: tokens give way to those with near "
+        "embeddings, which need not mean the same"
+        for section in relaxed
+        if section.neighbours == "embedding"
+    ]
 
 
 def partial_log(recipe: Recipe) -> Path:
     """generations.jsonl while it is written; behind a link, in the folder of the file that it points to."""
-    return partial_path(generations_path(recipe).resolve())
+    return partial_path(result_files.generations_path(recipe).resolve())
 
 
 def _replace_answers(recipe: Recipe) -> None:
@@ -176,7 +185,7 @@ def _replace_answers(recipe: Recipe) -> None:
     sync_to_disk(partial)
     acceptance.unlink(missing_ok=True)
     sync_to_disk(acceptance.parent, inside=False)
-    os.replace(partial, generations_path(recipe).resolve())
+    os.replace(partial, result_files.generations_path(recipe).resolve())
 
 
 def check_automatic(recipe: Recipe, files: TargetFiles, contenders: Sequence[Contender], plan: bool = False) -> None:
@@ -216,7 +225,7 @@ def with_trees_chosen_before(recipe: Recipe, contenders: Sequence[Contender]) ->
     """
     path, result, problems = recipe.eval_out / "acceptance.json", [], []
     try:
-        chosen = read_acceptance(path).get("chosen_trees", {})
+        chosen = result_files.read_acceptance(path).get("chosen_trees", {})
     except UserError:
         chosen = {}
     for contender in contenders:

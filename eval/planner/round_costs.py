@@ -53,7 +53,7 @@ SETTLING = 3  # first rounds to leave out: plain rounds took a sixth longer unti
 
 
 class Parts(NamedTuple):
-    """A probe's rounds: their nodes and calls, and median seconds of their parts."""
+    """A real round, or a probe's rounds: their nodes and calls, and (median) seconds of their parts."""
 
     nodes: int
     calls: int
@@ -253,7 +253,7 @@ def measure_costs(
     context = min(context, room_for(usable_positions(target.config), trees))
     tokens = [chain.from_iterable(cycle([*texts[i:], *texts[:i]])) for i in range(len(texts))]
     prompts = [list(islice(each, context)) for each in tokens]
-    taken: dict[str, list[list[TimedRound]]] = {name: [] for name in (PLAIN_PROBE, *probes) if name not in known}
+    taken: dict[str, list[list[Parts]]] = {name: [] for name in (PLAIN_PROBE, *probes) if name not in known}
     proposers = {name: proposer_of(probes[name]) if name else None for name in taken}
     with Bar(total=PASSES * len(taken), desc="costs", unit="probe", leave=False) as progress:
         for number in range(PASSES):
@@ -267,17 +267,7 @@ def measure_costs(
     return costs_of(probes, known, context, rows)
 
 
-class TimedRound(NamedTuple):
-    """Seconds of the parts of one real round."""
-
-    nodes: int
-    calls: int
-    draft: float
-    verify: float
-    rest: float
-
-
-def _parts(passes: Sequence[Sequence[TimedRound]]) -> Parts:
+def _parts(passes: Sequence[Sequence[Parts]]) -> Parts:
     settled = [r for rounds in passes for r in rounds[SETTLING:]]
     draft, verify, rest = (median(getattr(r, key) for r in settled) for key in ("draft", "verify", "rest"))
     reading = median(rounds[0].draft for rounds in passes) - draft  # the drafter reads the prompt in the first round
@@ -306,7 +296,7 @@ def _kept(path: Path) -> dict[str, Any]:
 
 def timed_rounds(
     target: Target, proposer: Proposer | None, prompts: Sequence[Sequence[int]], sampling: Sampling = GREEDY
-) -> list[TimedRound]:
+) -> list[Parts]:
     """The first ROUNDS rounds after these prompts, side by side."""
     draws = None if sampling.greedy else [SeededDraws(0, row) for row in range(len(prompts))]
     verifier = TargetVerifier(target, proposer, acceptance_of(sampling))
@@ -323,7 +313,7 @@ def timed_rounds(
     timed = []
     for nodes, calls, marks in seen:
         before, draft, verify, after = (Clock.seconds(a, b) for a, b in pairwise(marks))
-        timed.append(TimedRound(nodes, calls, draft, verify, before + after))
+        timed.append(Parts(nodes, calls, draft, verify, before + after))
     return timed
 
 

@@ -25,8 +25,8 @@ from draftsmith.models.sampling import Sampling
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError, first_invalid
 from draftsmith.recipes.files.json_text import json_object
-from draftsmith.recipes.held_out import validation_rank
 from draftsmith.recipes.prompts.picture_parts import pictures_of
+from draftsmith.recipes.prompts.records import validation_rank
 from draftsmith.recipes.schema import Recipe
 
 EVERYONE = ""  # contender name of answers in conversations: they serve all contenders
@@ -98,15 +98,15 @@ class _Picture(BaseModel):
 
 
 class _Line(BaseModel):
-    """A line of generations.jsonl, as far as it is read; and a turn of a conversation."""
+    """A line of generations.jsonl, as far as it is read, and a turn of a conversation: fields of a `RecordedAnswer`."""
 
     contender: str
     benchmark: str
     category: str | None
     conversation_id: str
     turn: int
-    prompt_token_ids: Tokens
-    token_ids: Tokens
+    prompt: Tokens = Field(alias="prompt_token_ids")
+    tokens: Tokens = Field(alias="token_ids")
     pictures: list[_Picture] = []
 
 
@@ -260,12 +260,9 @@ def _answers_of(
             | {"turn": number, "prompt_token_ids": turn["prompt_token_ids"], "token_ids": turn["output_token_ids"]}
             for number, turn in enumerate(record["turns"], start=1)
         ]
-    answers = []
-    for line in (_Line.model_validate(each, strict=True) for each in lines):
-        tokens, whose = (line.prompt_token_ids, line.token_ids), (line.benchmark, line.category)
-        pictures = [picture.model_dump(exclude_none=True) for picture in line.pictures]
-        turn = line.conversation_id, line.turn
-        answers.append(RecordedAnswer(*tokens, sampling, *whose, *turn, place, pictures))
+    read = (_Line.model_validate(line, strict=True) for line in lines)
+    fields = [line.model_dump(exclude={"contender"}, exclude_none=True) for line in read]
+    answers = [RecordedAnswer(sampling=sampling, place=place, **turn) for turn in fields]
     return lines[0]["contender"], answers, identity
 
 
@@ -278,8 +275,8 @@ def other_sampling(answers: Iterable[RecordedAnswer], here: Sampling) -> str | N
 
 
 def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any], set[str]]:
-    """The sampling settings and the target of the answers, and the contenders with a rule that is not lossless
-    (`accept.Acceptance`), from acceptance.json beside a generations.jsonl. Replay would count wrong tokens of the
+    """The sampling settings and the target of the answers, and the contenders with a rule that is not lossless,
+    from acceptance.json beside a generations.jsonl. Replay would count wrong tokens of the
     latter as right."""
     beside = path.parent / "acceptance.json"
     try:

@@ -88,14 +88,6 @@ class RecordedVerifier:
     def committed(self, tokens: Sequence[Sequence[int]]) -> Committed:
         return Committed(self.target, tokens, self.features, self.counts, self.prompts)
 
-    def limits(self) -> list[int]:
-        # As in decoding: a node of depth d stands at position (committed tokens but the root) + d.
-        return [max(0, self.positions - 1 - length) for length in self._committed()]
-
-    def _committed(self) -> list[int]:
-        """Each row's committed tokens without the root."""
-        return [len(answer.prompt) + done - 1 for answer, done in zip(self.answers, self.done, strict=True)]
-
     def verify(self, tree: DraftTree) -> None:
         """Does nothing: the target's tokens are recorded."""
 
@@ -109,7 +101,8 @@ class RecordedVerifier:
         sizes = accepted if tree.sizes is None else tree.sizes
         rows = torch.stack((accepted, sizes), dim=1).tolist()  # the one wait for the device in a round
         self.counts = [count + 1 for count, _ in rows]
-        self._read(self._committed())
+        # The root's position: behind the committed tokens.
+        self._read([len(answer.prompt) + done - 1 for answer, done in zip(self.answers, self.done, strict=True)])
         new_tokens = []
         for row, (answer, count) in enumerate(zip(self.answers, self.counts, strict=True)):
             said = answer.tokens[self.done[row] : self.done[row] + count]
@@ -235,6 +228,11 @@ def read_states(
 def head_rows(vocab_size: int) -> int:
     """Number of positions checked at once."""
     return max(1, min(HEAD_ROWS, HEAD_BYTES // (4 * LOGITS_COPIES * vocab_size)))
+
+
+def head_bytes(vocab_size: int) -> int:
+    """Of their logits, and of what is computed from them."""
+    return 4 * LOGITS_COPIES * head_rows(vocab_size) * vocab_size
 
 
 def pass_tokens(device_type: str) -> int:

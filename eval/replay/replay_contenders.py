@@ -11,31 +11,15 @@ from typing import Any
 from draftsmith.eval.decoding.contenders import Contender, loaded_proposer
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measurement.benchmarks import PLAIN
-from draftsmith.eval.replay.recorded_answers import (
-    RecordedAnswer,
-    Recording,
-    answer_tokens,
-    check_answers_before_loading,
-    check_recorded_from,
-    not_trained_on,
-    read_answers,
-    with_their_pictures,
-)
-from draftsmith.eval.replay.replay import (
-    LOGITS_COPIES,
-    Agreement,
-    batches,
-    head_rows,
-    plain_rounds,
-    replay_all,
-    replay_bytes,
-)
-from draftsmith.eval.report_page.files import generations_path
+from draftsmith.eval.replay import recorded_answers
+from draftsmith.eval.replay.recorded_answers import RecordedAnswer, Recording, answer_tokens
+from draftsmith.eval.replay.replay import Agreement, batches, head_bytes, plain_rounds, replay_all, replay_bytes
+from draftsmith.eval.report_page.result_files import generations_path
 from draftsmith.models.checkpoint import read_drafter_config
-from draftsmith.models.costs import device_here, gigabytes, plan_memory
 from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.sizes import device_here, gigabytes, plan_memory
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
@@ -50,12 +34,12 @@ def recording_of(recipe: Recipe, files: TargetFiles, contenders: Sequence[Conten
         UserError: no answers, damaged ones or another target's; contenders that cannot be replayed along them.
     """
     path = Path(recipe.eval.answers) if recipe.eval.answers else generations_path(recipe)
-    sampling = Sampling.of(recipe.eval)
-    only, note = not_trained_on(recipe, path)
-    recording = read_answers(path, recipe.eval.max_prompts, sampling, recipe.eval.turns == "first", only)
+    section, sampling = recipe.eval, Sampling.of(recipe.eval)
+    only, note = recorded_answers.not_trained_on(recipe, path)
+    recording = recorded_answers.read_answers(path, section.max_prompts, sampling, section.turns == "first", only)
     recording.note = note
-    check_answers_before_loading(recording, files)
-    placed = iter(with_their_pictures(recording, files.tokenizer))
+    recorded_answers.check_answers_before_loading(recording, files)
+    placed = iter(recorded_answers.with_their_pictures(recording, files.tokenizer))
     recording.answers = {name: [next(placed) for _ in answers] for name, answers in recording.answers.items()}
     problems = []
     turns = [answer.key for answer in _baseline(recording, contenders)]
@@ -98,7 +82,7 @@ def replay_contenders(
     models: LoadedModels, contenders: Sequence[Contender], recording: Recording, batch_size: int, agreement: Agreement
 ) -> dict[str, list[Generation]]:
     """The rounds of every contender, plain decoding's first, as `decode_all` returns them but without times."""
-    check_recorded_from(recording, models.identity)
+    recorded_answers.check_recorded_from(recording, models.identity)
     along = {contender.name: recording.of(contender.name, PLAIN) for contender in contenders}
     groups: dict[tuple[tuple[Prompt, tuple[int, ...]], ...], list[Contender]] = {}  # by their answers
     for contender in contenders:
@@ -117,7 +101,7 @@ def replay_contenders(
 def print_replay_plan(
     recipe: Recipe, files: TargetFiles, recording: Recording, contenders: Sequence[Contender]
 ) -> None:
-    answers, size, vocab_size = _baseline(recording, contenders), files.size, files.text_config.vocab_size
+    answers, size = _baseline(recording, contenders), files.size
     shapes = [read_drafter_config(c.drafter)[0] for c in contenders if c.drafter is not None and c.drafter.exists()]
     layers = {layer for shape in shapes for layer in shape.capture_layers}
     states = len(layers) * files.text_config.hidden_size * size.dtype.itemsize
@@ -125,7 +109,7 @@ def print_replay_plan(
     rows = next(batches(answers, recipe.eval.replay_batch_size))  # the longest answers
     lengths = [len(answers[row].prompt) + len(answers[row].tokens) for row in rows]
     batch = replay_bytes(sum(lengths), len(rows), max(lengths), states, columns)
-    batch += 4 * LOGITS_COPIES * head_rows(vocab_size) * vocab_size
+    batch += head_bytes(files.text_config.vocab_size)
     with PlanLines() as plan:
         plan.line("reads", f"{recording.path}: {len(answers):,} answers, {answer_tokens(answers):,} tokens", "counted")
         plan.line("replayed by", "; ".join(contender.name for contender in contenders))

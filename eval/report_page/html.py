@@ -14,6 +14,7 @@ from draftsmith.eval.measurement.generation_log import UNUSABLE, read_generation
 from draftsmith.eval.report_page import figures, summary
 from draftsmith.recipes.errors import UserError
 
+SHOWN_ANSWERS = 12  # token by token
 TINTS = 4  # background colours of successive rounds
 LONGEST_ANSWER = 600  # tokens
 LONGEST_QUESTION = 1200  # characters
@@ -21,20 +22,9 @@ THUMBNAIL = 256  # pixels of the longer side
 SHARP = 64  # pixels of the longer side up to which nothing is lost
 
 
-def build_html(
-    acceptance: dict[str, Any],
-    metrics: Sequence[dict[str, Any]],
-    answers: Sequence[dict[str, Any]] = (),
-    images: Sequence[dict[str, Any]] = (),
-) -> str:
-    """The whole page.
-
-    Args:
-        acceptance: the content of acceptance.json.
-        metrics: the lines of metrics.jsonl; none if the file is missing.
-        answers: the lines of generations.jsonl to show, from `choose_answers`.
-        images: from `choose_images`.
-    """
+def build_html(acceptance: dict[str, Any], metrics: Sequence[dict[str, Any]], generations: Path) -> str:
+    """The whole page, of the content of acceptance.json, the lines of metrics.jsonl (none without the file) and the
+    file generations.jsonl, if it exists."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -43,11 +33,12 @@ def build_html(
         lstrip_blocks=True,
     )
     environment.filters |= {"number": summary.number, "interval": summary.interval}
-    main = acceptance["contender"]
-    numbers = acceptance["contenders"][main]
+    main, contenders = acceptance["contender"], acceptance["contenders"]
+    numbers = contenders[main]
+    answers = choose_answers(generations, main, SHOWN_ANSWERS) if generations.exists() else []
     page = environment.get_template("report.html.jinja").render(
         acceptance=acceptance,
-        contenders=acceptance["contenders"],
+        contenders=contenders,
         main=main,
         numbers=numbers,
         drafting=summary.drafting(acceptance),
@@ -58,7 +49,7 @@ def build_html(
         acceptance_figures=figures.acceptance_figures(acceptance),
         training_figures=figures.training_figures(metrics),
         answers=[_answer(record, list(numbers["drafted_by"])) for record in answers],
-        images=images,
+        images=choose_images(generations, list(contenders), answers),
         TINTS=TINTS,
         colours=figures.COLOURS,
     )
@@ -130,7 +121,7 @@ def _answer(record: dict[str, Any], sources: Sequence[str]) -> dict[str, Any]:
 def _thumbnail(named: dict[str, str]) -> dict[str, Any]:
     """A small copy of a picture as a data URL; or `problem`: why it cannot be shown."""
     # Pillow, only where it is needed.
-    from draftsmith.recipes.prompts.picture_files import data_url
+    from draftsmith.recipes.prompts.picture_parts import data_url
     from draftsmith.recipes.prompts.pictures import UnusablePicture, read_picture
 
     try:

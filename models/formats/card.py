@@ -12,8 +12,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from draftsmith.models.drafters import kind_text, trainable_parameters
 from draftsmith.models.formats.engines import ServingEngine
 from draftsmith.models.formats.exporting import Source
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.files.reading import file_digest
 
 TAG = "draftsmith"  # tells exports from other repositories of the Hub
 PICTURE = "acceptance.png"

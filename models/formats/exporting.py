@@ -15,12 +15,11 @@ from safetensors.torch import save_file
 
 from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab, read_weights, shape_of_run
 from draftsmith.models.drafter_base import DrafterConfig
-from draftsmith.models.drafters import KINDS
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.formats import eagle_format, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, ServingEngine
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.foreign import EMBEDDINGS, Foreign, format_of, read_foreign, reading_scaled
+from draftsmith.models.formats.importing import EMBEDDINGS, Foreign, format_of, read_foreign, reading_scaled
 from draftsmith.models.target import tensor_digest
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
@@ -126,7 +125,7 @@ def export(
 def unscaled(source: Source) -> Source:
     """An equal drafter that reads the target's embeddings without their scale, as engines give them.
 
-    With fc_norm, no weights make up for it (`foreign.reading_scaled`); then the file gets a scaled table.
+    With fc_norm, no weights make up for it (`importing.reading_scaled`); then the file gets a scaled table.
     """
     scale = source.shape.embedding_scale
     if scale == 1:
@@ -152,9 +151,9 @@ def write_folder(
         config = eagle_format.speculators_config(shape, stored, target["model"], target["layout"]["architectures"])
         tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     else:
-        architecture, engine_config = engine.architecture(shape), KINDS[type(shape)].engine_config
-        assert architecture is not None and engine_config is not None  # `check_engine` sees to it
-        config = engine_config(shape, architecture, stored)
+        architecture = engine.architecture(shape)
+        assert architecture is not None  # `check_engine` sees to it
+        config = eagle_format.eagle_config(shape, architecture, stored)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

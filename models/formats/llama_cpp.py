@@ -28,7 +28,7 @@ import torch
 from huggingface_hub import snapshot_download
 
 from draftsmith.models.drafter_base import DrafterConfig
-from draftsmith.models.formats.foreign import Foreign
+from draftsmith.models.formats.importing import Foreign
 from draftsmith.models.layers import rotary
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError

@@ -12,13 +12,13 @@ from draftsmith.models.checkpoint import read_drafter_config
 from draftsmith.models.drafters import config_of, kind_text
 from draftsmith.models.formats import hub_push
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.foreign import format_of, import_drafter, read_for
+from draftsmith.models.formats.importing import format_of, import_drafter, read_for
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_lora import adapter_digest
 from draftsmith.recipes.errors import UserError, collecting_problems
 from draftsmith.recipes.files.atomic import current_folder
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.target import TargetSection
 

@@ -39,7 +39,7 @@ NOISY_LOGGERS = ("transformers", "datasets", "huggingface_hub", "torch.distribut
 # Errors of a path that the user chose: permissions, a read-only or full disk, a file in place of a folder.
 _PLACE_ERRORS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOSPC, errno.EDQUOT),
-    *(errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST),
 )
 
 
@@ -84,9 +84,7 @@ def check_output(recipe: Recipe) -> None:
 
 
 def parse_arguments(
-    doc: str | None,
-    argv: Sequence[str] | None = None,
-    extra: Callable[[argparse.ArgumentParser], object] | None = None,
+    doc: str | None, argv: Sequence[str] | None = None, extra: Callable[[argparse.ArgumentParser], object] | None = None
 ) -> Command:
     """`parse_command` without loading the recipe, for scripts that load several and report all their problems."""
     parser = argparse.ArgumentParser(

@@ -35,7 +35,7 @@ from draftsmith.recipes.command.cli import parse_command, run
 from draftsmith.recipes.command.stages import INSIDE_RUN, IRRELEVANT, STAGES, files_of_target, local_sources, stages_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
-from draftsmith.recipes.files.digest import file_digest
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.schema import Recipe
 
 REMEMBERED = "stages.json"

@@ -12,7 +12,7 @@ exact: arithmetic over the recipe and the target's config; counted: in the files
 from pathlib import Path
 from types import TracebackType
 
-from draftsmith.recipes.command.inputs import Input, is_there
+from draftsmith.recipes.command.stages import Input, is_there
 from draftsmith.recipes.errors import UserError
 
 

@@ -1,5 +1,6 @@
 """Progress bars: none for the first two seconds, and plain lines without a terminal."""
 
+import os
 import sys
 import time
 from threading import Thread
@@ -10,6 +11,7 @@ from tqdm import tqdm
 SHOWN_AFTER_SECONDS = 2.0
 SECONDS_BETWEEN_LINES = 30.0  # of a log
 SECONDS_BETWEEN_LOOKS = 1.0  # at whether a line is due
+_NOWHERE = open(os.devnull, "w")  # noqa: SIM115 - for tqdm to draw into
 LINE = "{desc}: {n_fmt} of {total_fmt} {unit}s in {elapsed}, {rate_fmt}, {remaining} left{postfix}"
 
 
@@ -26,7 +28,7 @@ class Bar(tqdm):
     def __init__(self, *args: Any, **settings: Any):
         on_terminal = sys.stderr.isatty()
         if not on_terminal:
-            settings["file"] = _Nowhere()
+            settings["file"] = _NOWHERE
         super().__init__(*args, **{"delay": SHOWN_AFTER_SECONDS, **settings})
         self.is_logged = not (self.disable or on_terminal)
         if self.is_logged and (Bar._thread is None or not Bar._thread.is_alive()):  # a fork has no threads
@@ -69,13 +71,3 @@ def _speak_when_due() -> None:
     while True:
         time.sleep(SECONDS_BETWEEN_LOOKS)
         speak_if_due()
-
-
-class _Nowhere:
-    """A file for tqdm to draw into."""
-
-    def write(self, text: str) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass

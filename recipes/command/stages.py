@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import current_folder
+
 if TYPE_CHECKING:  # `draftsmith --help` reads this file and should not wait for the schema
     from draftsmith.recipes.command.cli import Command
     from draftsmith.recipes.schema import Recipe
 
 INSIDE_RUN = "DRAFTSMITH_INSIDE_RUN"
 """Environment variable that `draftsmith run` sets for its stages, which then print no "next:" lines."""
+Input = tuple[str, Path, str]  # what a command reads, where, and the command that writes it
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,7 @@ STAGES = {
             *(recipe.conversations_path, *_start(recipe)),
             *(Path(each.source) for each in recipe.data.ranking.sources),
         ],
-        writes=lambda recipe: [recipe.draft_vocab_path, Path(recipe.output_dir) / "token_counts.safetensors"],
+        writes=lambda recipe: [recipe.draft_vocab_path, recipe.own_counts_path],
         rewrites=False,
     ),
     "capture": Stage(
@@ -273,6 +277,28 @@ SCRIPTS: dict[str, Script] = {
 def stages_of(recipe: Recipe) -> list[str]:
     """The stages from prompts to a measured and exported drafter, in order, as the recipe needs them."""
     return [name for name, stage in STAGES.items() if stage.wanted_if(recipe)]
+
+
+def made_by(command: str, recipe: Recipe) -> Input:
+    """The first file of a stage."""
+    stage = STAGES[command]
+    return stage.makes, stage.writes(recipe)[0], command
+
+
+def is_there(path: Path) -> bool:
+    """Whether the file exists, also in a folder that a kill left half renamed."""
+    return (current_folder(path.parent) / path.name).exists()
+
+
+def require_files(*inputs: Input) -> None:
+    """Raises UserError with all inputs that are missing."""
+    missing = [
+        f"{what}: {path} does not exist; run `draftsmith {command}` first"
+        for what, path, command in inputs
+        if not is_there(path)
+    ]
+    if missing:
+        raise UserError(missing)
 
 
 def print_next(command: Command, done: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 # Deeper than real data. Writing, comparing and rendering values is recursive and must not exhaust the stack.
 MAX_DEPTH = 100
+TOO_DEEP = f"nested too deeply: lists and objects more than {MAX_DEPTH} deep"
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -14,7 +15,7 @@ def parse_json(text: str | bytes) -> Any:
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
         value = json.loads(text)
     except RecursionError:
-        raise too_deep() from None
+        raise ValueError(TOO_DEEP) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte {error.start + 1}") from None
     except ValueError as error:
@@ -45,10 +46,6 @@ def check_depth(value: Any, brackets: int, most: int = MAX_DEPTH) -> None:
     if brackets <= most or not isinstance(value, dict | list):
         return
     if most == 0:
-        raise too_deep()
+        raise ValueError(TOO_DEEP)
     for inner in value.values() if isinstance(value, dict) else value:
         check_depth(inner, brackets, most - 1)
-
-
-def too_deep() -> ValueError:
-    return ValueError(f"nested too deeply: lists and objects more than {MAX_DEPTH} deep")

@@ -13,25 +13,19 @@ UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network fil
 
 
 @contextmanager
-def alone_in(directory: Path, seconds: float = 0) -> Iterator[None]:
-    """Makes and locks a folder. Raises UserError if another run is writing there for more than `seconds`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    refusal = f"{directory}: another run is writing there; wait for it, or name another folder"
-    with locked(directory / ".lock", refusal, seconds):
-        yield
+def alone_in(directory: Path, seconds: float = 0, file: str = "") -> Iterator[None]:
+    """Makes a folder and locks it, or `file` alone in it, if the file system can lock. The lock ends with the process.
 
-
-@contextmanager
-def locked(path: Path, refusal: str, seconds: float = 0) -> Iterator[None]:
-    """Holds the lock file `path`, if the file system can lock. The file remains; the lock ends with the process.
-
-    Raises UserError(refusal) if another process holds it for more than `seconds`.
+    Raises UserError if another run is writing there for more than `seconds`.
     """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / (f".{file}.lock" if file else ".lock")
     lock = FileLock(path, timeout=seconds, fallback_to_soft=False)  # a soft lock would outlast a killed process
     try:
         lock.acquire()
     except Timeout:
-        raise UserError(refusal) from None
+        place = directory / file
+        raise UserError(f"{place}: another run is writing there; wait for it, or name another place") from None
     except OSError as error:
         if error.errno not in UNSUPPORTED:
             raise

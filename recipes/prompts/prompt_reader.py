@@ -47,7 +47,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.errors import UserError, collecting_problems
+from draftsmith.recipes.errors import UserError, naming_problems
 from draftsmith.recipes.prompts.picture_parts import as_picture_record
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -140,11 +140,8 @@ def questions(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _read_as(before: str, names: list[str], rejects: Rejects, store: StorePicture | None) -> Iterator[Conversation]:
-    problems: list[str] = []
-    with collecting_problems(problems, before):
+    with naming_problems(before):
         yield from _read(names, rejects, store)
-    if problems:
-        raise UserError(problems)
 
 
 def _read(names: list[str], rejects: Rejects, store: StorePicture | None) -> Iterator[Conversation]:

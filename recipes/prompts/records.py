@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json, whole_number
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.prompts.benchmark_prompts import benchmark_of
 from draftsmith.recipes.prompts.rejects import is_unicode
 
@@ -69,9 +69,7 @@ class Conversation:
     @property
     def other_parts(self) -> list[dict[str, Any]]:
         """The content parts that are not text."""
-        contents = [message.get("content") for message in self.messages if isinstance(message, dict)]
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        return [part for part in parts if isinstance(part, dict) and part.get("type") != "text"]
+        return [part for part in parts_of(self.messages) if part.get("type") != "text"]
 
     @cached_property
     def pictures(self) -> list[str]:
@@ -85,6 +83,12 @@ class Conversation:
             return [part.get("sha256") or picture_digest(part["path"], folder_of(self.source)) for part in parts]
         except (ValueError, KeyError, TypeError, AttributeError):
             return [json.dumps([self.images, self.other_parts], sort_keys=True, default=str)]
+
+
+def parts_of(messages: list[Any]) -> list[dict[str, Any]]:
+    """The content parts of all messages, in order."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
 
 
 def folder_of(source: str) -> Path:
@@ -362,3 +366,12 @@ def is_regenerated(record: Any) -> bool:
     """Whether the record holds the token ids of its answers, as regenerate writes them."""
     turns = record.get("turns") if isinstance(record, dict) else None
     return bool(turns) and isinstance(turns, list) and isinstance(turns[0], dict) and "output_token_ids" in turns[0]
+
+
+def validation_rank(conversation_id: str) -> bytes:
+    """Validation, and the planner's predictions, keep conversations in the order of this hash, the lowest first.
+
+    It depends only on the id: however the file is sorted, cut or added to, a conversation keeps its place among
+    the others, and all its turns lie on one side.
+    """
+    return sha256(f"validation/{conversation_id}".encode()).digest()

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from draftsmith.recipes.files.lines import append_line, cut_torn_line, json_line
+from draftsmith.recipes.files.atomic import append_line, cut_torn_line, json_line
 
 if TYPE_CHECKING:
     from draftsmith.recipes.prompts.records import Conversation

@@ -13,10 +13,10 @@ from typing import Any
 
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.hub_fetch import check_dataset
-from draftsmith.recipes.files.input_files import DAMAGED, ending, is_packed, matching, open_bytes, open_text
-from draftsmith.recipes.files.json_text import check_depth, parse_json, too_deep
+from draftsmith.recipes.files.json_text import TOO_DEEP, check_depth, parse_json
+from draftsmith.recipes.files.reading import DAMAGED, ending, is_packed, matching, open_bytes, open_text
 from draftsmith.recipes.prompts.benchmark_prompts import BENCHMARKS, benchmark_of, fetch, known_forms
-from draftsmith.recipes.prompts.picture_files import coco_pictures, seems_a_picture
+from draftsmith.recipes.prompts.picture_parts import coco_pictures, seems_a_picture
 from draftsmith.recipes.prompts.records import COLUMNS, ID_COLUMNS
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 
@@ -195,7 +195,7 @@ def json_array(path: str, source: str, rejects: Rejects, chunk_characters: int =
             try:
                 record, end = decoder.raw_decode(text, position)
             except RecursionError:
-                end, problem = len(text), str(too_deep())
+                end, problem = len(text), TOO_DEEP
             except ValueError as error:
                 end, problem = len(text), f"malformed JSON: {error}"
             # The next piece may end an element, or continue a number: 1 | .5. Pieces double: linear for a huge element.
@@ -280,7 +280,7 @@ def _parquet_rows(path: str, source: str, rejects: Rejects, store: StorePicture 
                         rejects.add(source, number, f"malformed cell: {row}", None)
                     else:
                         yield number, plain_row(row, store)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # a column's name may be no text
         raise UserError(f"{path}: cannot be read as parquet: {error}") from None
 
 

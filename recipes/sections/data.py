@@ -71,6 +71,8 @@ class GeneratorSection(Section):
         problems = []
         if self.kind == "openai" and not self.base_urls:
             problems.append("base_urls: none given; kind openai needs one, like [http://localhost:8000/v1]")
+        if len(set(self.base_urls)) < len(self.base_urls):
+            problems.append("base_urls: a server is named twice")
         if self.drafter is not None and self.kind == "openai":
             problems.append("drafter: drafts in this process, not on servers: leave it out of kind openai")
         if problems:

@@ -364,10 +364,12 @@ class EvalSection(ContenderSection):
 
     @model_validator(mode="after")
     def _drafters_are_used(self) -> Self:
-        for index, each in enumerate(self.also):
-            if each.drafter is not None and not each.drafts_by_drafter:
-                why = f"is for proposers drafter and hierarchy, not {each.proposer}"
-                raise ImpossibleSettings([f"also.{index}.drafter: {why}"])
+        if problems := [
+            f"also.{index}.drafter: is for proposers drafter and hierarchy, not {each.proposer}"
+            for index, each in enumerate(self.also)
+            if each.drafter is not None and not each.drafts_by_drafter
+        ]:
+            raise ImpossibleSettings(problems)
         return self
 
     @property

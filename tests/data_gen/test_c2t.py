@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from draftsmith.data_gen import label_trees
 from draftsmith.data_gen.c2t_labels import labelling
@@ -45,8 +43,10 @@ from draftsmith.recipes.sections.train import LabelSection
 from draftsmith.train import c2t
 from tests import reference
 from tests.pairs import PROMPTS, greedy, pair_of
+from tests.replay_cases import write_lines
 from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, unasked_target
-from tests.training_runs import run_main
+from tests.store_cases import files_of
+from tests.training_runs import run_main, write_recipe
 
 
 def made_trees(trees: int, rows: int, seed: int = 0, law: Callable[..., torch.Tensor] | None = None) -> Trees:
@@ -63,11 +63,6 @@ def made_trees(trees: int, rows: int, seed: int = 0, law: Callable[..., torch.Te
     return Trees(torch.cat(features), torch.cat(accepted), sizes, {"drafter": {"proposer": "toy"}})
 
 
-def same_trees(a: Trees, b: Trees) -> bool:
-    tensors = (torch.equal(getattr(a, name), getattr(b, name)) for name in ("features", "accepted", "sizes"))
-    return all(tensors) and a.about == b.about
-
-
 @pytest.fixture(scope="session")
 def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe over a drafter that was taught half of the recorded answers."""
@@ -77,28 +72,23 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     _, drafter = pair_of("llama", None)  # of the same weights
     identity = TargetFiles(section).identity_of(target)
     save_drafter(folder / "run/drafter", drafter, identity, "", {})
-    prompts = [*PROMPTS, *([20 + i, 30, 40 + i] for i in range(4))]
-    lines = [
-        {
-            "id": f"c{i}",
-            "turns": [{"prompt_token_ids": prompt, "output_token_ids": greedy(target, prompt, 24 + i)}],
-            "generator": {"temperature": 0.0},
-        }
-        for i, prompt in enumerate(prompts)
-    ]
-    (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    recipe = {
-        "output_dir": str(folder / "run"),
-        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
-        "labels": {"answers": str(folder / "answers.jsonl"), "top_k": 4, "draft_calls": 4, "batch_size": 3},
-        "classifier": {"epochs": 4, "validation_share": 0.2},
-        "eval": {
-            "answers": str(folder / "answers.jsonl"),
+    lines = []
+    for i, prompt in enumerate([*PROMPTS, *([20 + i, 30, 40 + i] for i in range(4))]):
+        turn = {"prompt_token_ids": prompt, "output_token_ids": greedy(target, prompt, 24 + i)}
+        lines.append({"id": f"c{i}", "turns": [turn], "generator": {"temperature": 0.0}})
+    answers = str(write_lines(folder / "answers.jsonl", *lines))
+    write_recipe(
+        folder,
+        target_dir,
+        drafter={},
+        labels={"answers": answers, "top_k": 4, "draft_calls": 4, "batch_size": 3},
+        classifier={"epochs": 4, "validation_share": 0.2},
+        eval={
+            "answers": answers,
             "tree": {"draft_calls": 4, "top_k": 4, "nodes": 10},
             "also": [{"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 6}}],
         },
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    )
     return folder
 
 
@@ -116,19 +106,12 @@ def recipe_of(place: Path, *overrides: str) -> Recipe:
     return load_recipe(place / "recipe.yaml", overrides)
 
 
-def content_of(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name != ".lock"}
-
-
 class Along(Scripted):
     """A drafter that knows another table after every committed text."""
 
     def __init__(self, table: type[Table] = Table) -> None:
         super().__init__([table(0)])
         self.table = table
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        raise AssertionError("nothing is rolled back here")
 
     def observe(self, committed: Committed) -> None:
         self.tables = [self.table(text_seed(tokens)) for tokens in committed.tokens]
@@ -193,8 +176,7 @@ def test_rows_are_those_of_the_slow_twin_answer_by_answer(
     accepted = beyond = 0
     for answer, labelled in zip(answers, together, strict=True):
         expected, below = slow_rows(answer, section, over)
-        found = fast_rows(labelled)
-        for mine, its in zip(found, expected, strict=True):
+        for mine, its in zip(found := fast_rows(labelled), expected, strict=True):
             assert [(row[0], row[3]) for row in mine] == [(row[0], row[3]) for row in its]
             np.testing.assert_allclose([row[1:3] for row in mine], [row[1:3] for row in its], atol=1e-5)
         assert (labelled.dropped_beyond, labelled.dropped_nan) == (below, 0)
@@ -232,13 +214,14 @@ def test_trees_come_back_as_they_were_written(tmp_path: Path) -> None:
     trees = made_trees(7, 30)
     trees.write(tmp_path / "rows")
     again = Trees.read(tmp_path / "rows")
-    assert same_trees(again, trees) and again.sizes.tolist() == [30, 29, 28, 30, 29, 28, 30]
+    assert again.about == trees.about and again.sizes.tolist() == [30, 29, 28, 30, 29, 28, 30]
     chosen = again.chosen(torch.tensor([5, 0, 3]))
-    for name in ("features", "accepted"):
-        parts = getattr(trees, name).split(trees.sizes.tolist())
-        assert torch.equal(getattr(chosen, name), torch.cat([parts[tree] for tree in (5, 0, 3)]))
     assert chosen.sizes.tolist() == [28, 30, 30]
-    assert same_trees(again.chosen(torch.arange(7)), trees)
+    for name in ("features", "accepted"):
+        written = getattr(trees, name)
+        assert torch.equal(getattr(again, name), written)
+        parts = written.split(trees.sizes.tolist())
+        assert torch.equal(getattr(chosen, name), torch.cat([parts[tree] for tree in (5, 0, 3)]))
 
 
 def test_from_answers_to_acceptance(place: Path, script: Callable[..., str], tmp_path: Path) -> None:
@@ -255,11 +238,11 @@ def test_from_answers_to_acceptance(place: Path, script: Callable[..., str], tmp
 
     assert "to train on" in script(c2t, rows, out, "--plan") and not (tmp_path / "c2t").exists()
     script(c2t, rows, out)
-    first, config = content_of(tmp_path / "c2t"), read_c2t_config(tmp_path / "c2t")
+    first, config = files_of(tmp_path / "c2t"), read_c2t_config(tmp_path / "c2t")
     assert {"config.json", "metrics.jsonl", "model.safetensors", "provenance.json", "recipe.yaml"} == set(first)
     assert config == C2tConfig(drafter=trees.about["drafter"])
     script(c2t, rows, out)
-    assert content_of(tmp_path / "c2t") == first
+    assert files_of(tmp_path / "c2t") == first
     again = f"classifier.out={tmp_path / 'again'}", f"classifier.init_from={tmp_path / 'c2t'}"
     script(c2t, rows, *again, "classifier.share=1")
     assert read_c2t_config(tmp_path / "again") == config
@@ -274,57 +257,55 @@ def test_from_answers_to_acceptance(place: Path, script: Callable[..., str], tmp
 
 
 def test_answers_come_from_validation_conversations_by_default(place: Path, tmp_path: Path) -> None:
-    answers = (place / "answers.jsonl").read_text().splitlines()
-    (tmp_path / "conversations.jsonl").write_text("".join(line + "\n" for line in answers))
-    here = recipe_of(place, "labels.answers=null", f"output_dir={tmp_path}")
-    recording, chosen = labelling.answers_to_label(here, TargetFiles(here.target))
-    assert len(chosen) == 1 and "answers are taken from the 1 conv" in recording.note  # a fifth of the eight at most
-    none = recipe_of(place, "labels.answers=null", f"output_dir={tmp_path}", "train.validation_conversations=0")
-    recording, chosen = labelling.answers_to_label(none, TargetFiles(none.target))
-    assert len(chosen) == 8 and "has learnt these answers" in recording.note
-    gone = recipe_of(place, "labels.answers=null", "output_dir=/nowhere")
-    with pytest.raises(UserError, match=r"labels\.answers: not given, and there are no conversations"):
-        labelling.answers_to_label(gone, TargetFiles(gone.target))
+    shutil.copy(place / "answers.jsonl", tmp_path / "conversations.jsonl")
+    for kept_out, count, note in (
+        (3, 1, "answers are taken from the 1 conv"),  # a fifth of the eight at most
+        (0, 8, "has learnt these answers"),
+    ):
+        own = ["labels.answers=null", f"output_dir={tmp_path}", f"train.validation_conversations={kept_out}"]
+        recipe = recipe_of(place, *own)
+        recording, chosen = labelling.answers_to_label(recipe, TargetFiles(recipe.target))
+        assert len(chosen) == count and note in recording.note
 
 
-def test_max_rows_ends_with_a_whole_answer(place: Path, script: Callable[..., str], tmp_path: Path) -> None:
-    def labelled(*settings: str) -> Trees:
-        script(label_trees, f"labels.out={tmp_path / 'rows'}", *settings)
-        return Trees.read(tmp_path / "rows")
+def test_max_rows_ends_with_a_whole_answer(place: Path) -> None:
+    recipe = recipe_of(place, "labels.top_k=2", "labels.draft_calls=2")
+    files = TargetFiles(recipe.target)
+    models, contender = LoadedModels(files), labelling.labelled_contender(recipe, files)
+    _, answers = labelling.answers_to_label(recipe, files)
 
-    whole, most = labelled(), 1
-    for answers in (1, 2, 3):  # the third ends a batch
-        some = labelled(f"labels.max_rows={most}")
-        assert some.about["answers"] == answers and len(some.accepted) >= most
+    def labelled(most: int | None) -> Trees:
+        return labelling.label_all(models, contender, recipe.labels.model_copy(update={"max_rows": most}), answers)
+
+    whole, most = labelled(None), 1
+    for count in (1, 2, 3):  # the third ends a batch
+        some = labelled(most)
+        assert some.about["answers"] == count and len(some.accepted) >= most
         first = whole.chosen(torch.arange(len(some.sizes)))
         assert torch.equal(some.features, first.features) and torch.equal(some.accepted, first.accepted)
-        assert len(labelled(f"labels.max_rows={len(some.accepted)}").accepted) == len(some.accepted)
+        assert len(labelled(len(some.accepted)).accepted) == len(some.accepted)
         most = len(some.accepted) + 1
 
 
 def test_a_classifier_for_another_drafter_is_refused(place: Path, tmp_path: Path) -> None:
-    recipe = recipe_of(place)
+    tree = f"eval.tree={{policy: c2t, c2t: {{classifier: {tmp_path / 'c2t'}}}}}"
+    recipe, own = recipe_of(place), place / "run/drafter"
+    files = TargetFiles.read(recipe.target)
+    models, contender = LoadedModels(files), main_contender(recipe_of(place, tree))
     mine = drafter_identity(main_contender(recipe), DraftVocab.full(64))
     assert mine["proposer"] == "drafter" and len(mine["weights_sha256"]) == 64
-
-    def check(words: dict[str, Any], drafter: Path = place / "run/drafter") -> None:
-        C2tClassifier(C2tConfig(drafter=words)).save(tmp_path / "c2t")
-        tree = f"eval.tree={{policy: c2t, c2t: {{classifier: {tmp_path / 'c2t'}}}}}"
-        contender = replace(main_contender(recipe_of(place, tree)), drafter=drafter)
-        check_contenders(recipe, TargetFiles.read(recipe.target), [contender])
-        loaded_proposer(LoadedModels(TargetFiles(recipe.target)), contender)
-
-    shutil.copytree(place / "run/drafter", tmp_path / "moved")
-    check(mine)
-    check({})  # nobody knows
-    check(mine, tmp_path / "moved")
-    for words, told in (
-        ({"proposer": "causal_lm"}, "proposer: 'causal_lm' there, 'drafter' here"),
-        ({"weights_sha256": "0" * 64}, "weights_sha256: '00000000"),
-        ({"vocab_sha256": "0" * 64}, "vocab_sha256: '0+... there, None here"),
-    ):
-        with pytest.raises(UserError, match=rf"tree.c2t.classifier: .*for another drafter.*{told}.*init_from"):
-            check(mine | words)
-    contender = main_contender(recipe_of(place, f"eval.tree={{policy: c2t, c2t: {{classifier: {tmp_path / 'c2t'}}}}}"))
-    with pytest.raises(UserError, match="a classifier for another drafter"):  # the Python API checks no contenders
-        loaded_proposer(LoadedModels(TargetFiles(recipe.target)), contender)
+    moved = shutil.copytree(own, tmp_path / "moved")
+    # The Python API checks no contenders.
+    checks = (lambda used: check_contenders(recipe, files, [used])), (lambda used: loaded_proposer(models, used))
+    for check in checks:
+        for words, drafter in (mine, own), ({}, own), (mine, moved):  # {}: nobody knows
+            C2tClassifier(C2tConfig(drafter=words)).save(tmp_path / "c2t")
+            check(replace(contender, drafter=drafter))
+        for words, told in (
+            ({"proposer": "causal_lm"}, "proposer: 'causal_lm' there, 'drafter' here"),
+            ({"weights_sha256": "0" * 64}, "weights_sha256: '00000000"),
+            ({"vocab_sha256": "0" * 64}, "vocab_sha256: '0+... there, None here"),
+        ):
+            C2tClassifier(C2tConfig(drafter=mine | words)).save(tmp_path / "c2t")
+            with pytest.raises(UserError, match=rf"a classifier for another drafter.*{told}.*init_from"):
+                check(contender)

@@ -247,8 +247,9 @@ def test_damaged_checkpoints_are_named_and_set_aside(
         harm(copy / newest.name / name)
         settle(copy)
         # A manifest of other digests makes any file look wrong.
-        expected = f"{copy / newest.name}: damaged: {'' if name == 'manifest.json' else name}"
-        assert expected in capsys.readouterr().out
+        assert (
+            f"{copy / newest.name}/{'' if name == 'manifest.json' else f'{name}: damaged: '}" in capsys.readouterr().out
+        )
         assert {path.name for path in copy.iterdir()} == {before.name, f"{newest.name}.damaged"}
 
 
@@ -268,7 +269,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used(
     left = state_of(output)
     with pytest.raises(UserError, match="delete the folder to start again") as end:
         train_in(recipe, output)
-    assert sum("model.safetensors has" in problem for problem in end.value.problems) == 2
+    assert sum("model.safetensors: damaged" in problem for problem in end.value.problems) == 2
     assert state_of(output) == left  # a second start must not begin anew
 
 

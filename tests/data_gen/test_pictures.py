@@ -27,7 +27,7 @@ from draftsmith.models.checkpoint import read_drafter_config, read_weights
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.picture_files import data_url
+from draftsmith.recipes.prompts.picture_parts import data_url
 from draftsmith.recipes.prompts.prompt_reader import read_conversations
 from draftsmith.recipes.prompts.records import to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects

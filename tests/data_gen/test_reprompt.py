@@ -17,7 +17,7 @@ from draftsmith.data_gen import reprompt
 from draftsmith.data_gen.reprompting import long_answers
 from draftsmith.data_gen.reprompting.long_answers import INSTRUCTIONS, REQUESTS, reprompted
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.digest import file_digest
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.prompts.picture_parts import with_picture_parts
 from draftsmith.recipes.prompts.prompt_reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation, to_conversation

@@ -18,7 +18,6 @@ from draftsmith.data_gen.states.store import (
     Store,
     StoreManifest,
     entry_path,
-    file_problem,
     key_of,
     teacher_positions,
 )
@@ -30,11 +29,13 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
+from draftsmith.recipes.files.reading import file_problem
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.train import TrainSection
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, teacher_of
+from draftsmith.train.run import state_sources
 from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
 from draftsmith.train.run.engine import trainee_of as trainee_of_section
 from draftsmith.train.run.initial_drafter import new_drafter
@@ -259,13 +260,14 @@ def test_a_killed_run_from_a_store_goes_on_bit_for_bit(recipe_path: Path, store:
 # The order in which a store is read.
 
 
-def test_an_epoch_reads_every_row_once_and_few_shards_at_a_time() -> None:
+def test_an_epoch_reads_every_row_once_and_few_shards_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_sources, "WINDOW_SHARDS", 4)
     chance = random.Random(0)
     lengths = [chance.randint(10, 400) for _ in range(4001)]
     shard_of = [chance.randrange(100) for _ in lengths]
 
     def epoch(number: int, seed: int = 0) -> list[list[int]]:
-        order = ShardOrder(lengths, 4, seed, shard_of, window_shards=4)
+        order = ShardOrder(lengths, 4, seed, shard_of)
         return [order.rows(number * order.batches_per_epoch + n) for n in range(order.batches_per_epoch)]
 
     for found in (epoch(0), epoch(1)):
@@ -280,7 +282,7 @@ def test_an_epoch_reads_every_row_once_and_few_shards_at_a_time() -> None:
         assert sum(lengths) / padded > 0.9
     assert epoch(0) == epoch(0) and epoch(0) not in (epoch(1), epoch(0, seed=1))
     # A store of few shards is read in the order of training with the target.
-    plain, by_shards = BatchOrder(lengths[:101], 4, 5), ShardOrder(lengths[:101], 4, 5, [i % 8 for i in range(101)])
+    plain, by_shards = BatchOrder(lengths[:101], 4, 5), ShardOrder(lengths[:101], 4, 5, [i % 4 for i in range(101)])
     assert [plain.rows(n) for n in range(60)] == [by_shards.rows(n) for n in range(60)]
 
 
@@ -526,7 +528,7 @@ def test_a_disk_that_fills_up_is_one_message_and_what_was_written_is_whole(
     recipe_path: Path, store: Path, tmp_path: Path
 ) -> None:
     directory = tmp_path / "states"
-    message = r"states: cannot be written .*shards are whole"
+    message = r"states: cannot be written .*whole shards stay"
     with pytest.raises(UserError, match=message), full_disk(90_000):  # the target's files are smaller
         capture(recipe_path, f"data.states={directory}")
     check_what_a_kill_left(directory)

@@ -30,7 +30,8 @@ from draftsmith.eval.measurement import benchmarks, evaluation
 from draftsmith.eval.measurement.benchmarks import PLAIN, decode_all, load_questions
 from draftsmith.eval.measurement.compared import load_all, split_overrides
 from draftsmith.eval.measurement.generation_log import read_generations
-from draftsmith.eval.report_page.files import read_acceptance
+from draftsmith.eval.report_page import result_files
+from draftsmith.eval.report_page.result_files import read_acceptance
 from draftsmith.models import loaded_models
 from draftsmith.models.chat import decode_answer, render_prompt
 from draftsmith.models.loaded_models import LoadedModels
@@ -187,7 +188,6 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
     counts = {"was counted with a tokenizer": place / "foreign", "no such token counts": place / "none"}
     sections = [{"name": str(i), **row} for i, row in enumerate(rows.values())]
     monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("weights were loaded"))
-    monkeypatch.setattr(loaded_models, "load_draft_model", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(UserError) as raised:
         run_main(
             *(acceptance, place / "recipe.yaml", f"eval.also={json.dumps(sections)}"),
@@ -215,7 +215,7 @@ def test_an_interrupted_run_leaves_the_older_one_whole(place: Path, tmp_path: Pa
     run_main(acceptance, *arguments)
     before = files()
     assert set(before) == {".lock", "acceptance.json", "generations.jsonl", "report.html"}
-    for owner, name in ((evaluation, "how_made"), (benchmarks, "loaded_proposer"), (evaluation, "write_acceptance")):
+    for owner, name in ((evaluation, "how_made"), (benchmarks, "loaded_proposer"), (result_files, "write_acceptance")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, interrupted)
             run_main(acceptance, *arguments, "eval.tree.nodes=4")
@@ -246,12 +246,12 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
     )
     check_contenders(recipe, TargetFiles.read(recipe.target), found)
     loads: list[str] = []
-    for owner, name in ((TargetFiles, "load"), (loaded_models, "load_drafter"), (loaded_models, "load_draft_model")):
+    for owner, name in ((TargetFiles, "load"), (loaded_models, "load_drafter")):
         load = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *g, n=name, f=load, **m: (loads.append(n), f(*g, **m))[1])
     lineup = LoadedModels(TargetFiles(recipe.target))
     layers = {c.name: tuple(loaded_proposer(lineup, c).capture_layers) for c in found}
-    assert loads == ["load", "load_drafter", "load_draft_model", "load", "load_drafter"]
+    assert loads == ["load", "load_drafter", "load", "load_drafter"]
     main = found[0].name
     assert layers == {main: (2, 3, 4), "lookup": (), "lm": (), "lm cut": (), "cut": (2, 3, 4), "b": (1, 5)}
     vocabularies = {c.name: loaded_drafting(lineup, c).vocab for c in found if c.proposer != "prompt_lookup"}

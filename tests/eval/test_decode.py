@@ -195,7 +195,7 @@ def test_time_on_an_accelerator_is_asked_of_its_queue(monkeypatch: pytest.Monkey
 def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, target = WallClock(), target_and_futures()[0]
     monkeypatch.setattr(decode_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    prefill, verify, root_only = TargetSession.prefill, TargetSession.verify, DraftTree.root_only
+    prefill, verify, chains = TargetSession.prefill, TargetSession.verify, DraftTree.chains
 
     def slow_prefill(session: TargetSession, prompts: Sequence[Sequence[int]], at_once: int) -> Any:
         clock.now += 5 * len(prompts)
@@ -205,13 +205,13 @@ def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch:
         clock.now += 2 * tree.rows
         return verify(session, tree)
 
-    def slow_root_only(tokens: Sequence[int], device: torch.device) -> DraftTree:
+    def slow_chains(tokens: Sequence[Sequence[int]], device: torch.device) -> DraftTree:
         clock.now += len(tokens)
-        return root_only(tokens, device)
+        return chains(tokens, device)
 
     monkeypatch.setattr(TargetSession, "prefill", slow_prefill)
     monkeypatch.setattr(TargetSession, "verify", slow_verify)
-    monkeypatch.setattr(DraftTree, "root_only", slow_root_only)
+    monkeypatch.setattr(DraftTree, "chains", slow_chains)
     requests = [Request(i, [11, 12 + i], 1 + 2 * i) for i in range(5)]
     for key, answer in decode_stream(TargetVerifier(target, None), None, iter(requests), (), 2):
         clock.now += 100

@@ -21,7 +21,7 @@ from draftsmith.eval.decoding.accept import Acceptance
 from draftsmith.eval.decoding.contenders import check_contenders, contenders_of
 from draftsmith.eval.decoding.decode import TargetVerifier, decode
 from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation, nearest
-from draftsmith.eval.report_page import files
+from draftsmith.eval.report_page import result_files
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.image_tokens import ImageTokens
 from draftsmith.models.sampling import GREEDY, Sampling
@@ -225,7 +225,7 @@ def images_of(place: Path) -> ImageTokens:
 def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_main(acceptance, place / "recipe.yaml")
     out = place / "run/eval"
-    rows = files.read_acceptance(out / "acceptance.json")["contenders"]
+    rows = result_files.read_acceptance(out / "acceptance.json")["contenders"]
     assert [rows[name]["lossless"] for name in ("exact", *RULES)] == [True, False, False, False, False]
     moved = {name: rows[name]["total_variation"] for name in ("exact", *RULES)}
     assert moved["exact"] is None and moved["none"] == 0

@@ -27,7 +27,7 @@ from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.vocab import DraftVocab, cut_vocab
 from draftsmith.recipes.sections.eval import TreeSection
 from tests.decoding import decode_batch
-from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, pair_of_kind
+from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of
 from tests.sam_cases import beside, misleading, sam_alone
 from tests.scripted_drafting import linear_classifier
 from tests.thinning import a_few, meeting
@@ -119,7 +119,7 @@ def decoded(*combination: Any) -> list[Generation]:
 def proposer_of(family: str, kind: str, policy: str, vocabulary: str = "full") -> Proposer:
     drafter_kind = kind.removesuffix(" in bfloat16")
     drafter_kind = drafter_kind if drafter_kind in DRAFTERS else "eagle3"
-    target, drafter = pair_of_kind(drafter_kind, family, 120 if "draft" in vocabulary else None, **FAMILIES[family])
+    target, drafter = pair_of(family, 120 if "draft" in vocabulary else None, drafter_kind, **FAMILIES[family])
     if kind in HALF:
         drafter = deepcopy(drafter)
         drafter.round_weights(torch.bfloat16)

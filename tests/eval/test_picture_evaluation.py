@@ -16,7 +16,7 @@ from PIL import Image, ImageChops, ImageStat
 
 from draftsmith.eval import acceptance
 from draftsmith.eval.measurement.benchmarks import PLAIN
-from draftsmith.eval.report_page.files import generations_path
+from draftsmith.eval.report_page.result_files import generations_path
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.checkpoint import save_drafter
 from draftsmith.models.drafters import build_drafter, config_class

@@ -18,9 +18,9 @@ from draftsmith.eval import plan_tree as plan_script
 from draftsmith.eval.decoding.contenders import Contender, main_contender
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measurement.metrics import summarise
-from draftsmith.eval.planner import planner_command
+from draftsmith.eval.planner import planning as planner
 from draftsmith.eval.planner import round_costs as costs_module
-from draftsmith.eval.planner import search as planner
+from draftsmith.eval.planner.planning import DEFAULT_CANDIDATES, Plan, as_yaml, candidates_of, ranked, recipe_keys
 from draftsmith.eval.planner.round_costs import (
     BEAMS,
     PLAIN_PROBE,
@@ -30,7 +30,6 @@ from draftsmith.eval.planner.round_costs import (
     Costs,
     Curve,
     Parts,
-    TimedRound,
     costs_of,
     family,
     keep_known,
@@ -41,7 +40,6 @@ from draftsmith.eval.planner.round_costs import (
     seconds_at,
     shape_of,
 )
-from draftsmith.eval.planner.search import DEFAULT_CANDIDATES, Plan, as_yaml, candidates_of, ranked, recipe_keys
 from draftsmith.eval.replay.recorded_answers import RecordedAnswer, Recording
 from draftsmith.eval.replay.replay import plain_rounds
 from draftsmith.models.draft_tree import Committed, DraftTree
@@ -202,10 +200,10 @@ def test_what_was_measured_here_is_not_measured_again(tmp_path: Path, monkeypatc
     timed: list[str] = []
     target, clock, pace = Target(make_target()), Clock(), itertools.count(1)
 
-    def rounds(at: Target, proposer: Any, prompts: Any, sampling: Any) -> list[TimedRound]:
+    def rounds(at: Target, proposer: Any, prompts: Any, sampling: Any) -> list[Parts]:
         timed.append("plain" if proposer is None else "probe")
         nodes = 1 if proposer is None else 2
-        return [TimedRound(nodes, nodes - 1, 0.1 / next(pace), 1.0, 0.1) for _ in range(ROUNDS)]
+        return [Parts(nodes, nodes - 1, 0.1 / next(pace), 1.0, 0.1) for _ in range(ROUNDS)]
 
     def measured(known: dict[str, Parts], *nodes: int, **settings: Any) -> Costs:
         timed.clear()
@@ -244,10 +242,10 @@ def test_plain_decoding_wins_where_nothing_beats_it(
     costs = Costs(1.0, verify, rest, {family(tree): line(call, call) for tree in trees}, prompt=0.0, context=10)
     rows = ranked(costs, contenders, rounds, answers, 0)
     plan = Plan(costs, rows, Recording(Path("x")), answers, "all")
-    planner_command.print_choice(plan)
+    planner.print_choice(plan)
     said = capsys.readouterr().out
     if gains:
-        assert plan.best is rows[0] and rows[0].tree == trees[0] and said.startswith("Fastest: ")
+        assert plan.best is rows[0] and rows[0].contender.tree == trees[0] and said.startswith("Fastest: ")
         assert tree_of(**yaml.safe_load(said.partition("In the recipe:")[2])["eval"]["tree"]) == trees[0]
     else:
         assert plan.best is None and rows[0].speedup < 1 and "Nothing is expected to beat plain" in said
@@ -326,8 +324,8 @@ def test_the_slow_are_dropped_as_far_as_there_is_time(
     plan = planned(recipe_path, lineup, "eval.planner.seconds=1e9")
     assert [len(row.rounds) for row in plan.rows] == [4, 4, 2]  # answers
     assert "2 of 3 candidates along 4 answers" in plan.effort
-    planner_command.print_result(plan, load_recipe(recipe_path))
+    planner.print_result(plan, load_recipe(recipe_path))
     assert plan.effort in capsys.readouterr().out
     hasty = planned(recipe_path, lineup, "eval.planner.seconds=1e-9")
     assert [len(row.rounds) for row in hasty.rows] == [2, 2, 2] and len(hasty.answers) == 2  # a first look is taken
-    assert plan.rows[2].name == hasty.rows[2].name  # the slowest
+    assert plan.rows[2].contender.name == hasty.rows[2].contender.name  # the slowest

@@ -31,8 +31,7 @@ from draftsmith.eval.replay.recorded_answers import (
 )
 from draftsmith.eval.replay.replay import Agreement, RecordedVerifier, read_states, replay
 from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
-from draftsmith.models.eagle3 import Eagle3Drafter
-from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
@@ -101,7 +100,7 @@ FEW_PROMPTS = tuple([token % FEW for token in prompt] for prompt in PROMPTS)
 
 
 @cache
-def small_pair() -> tuple[Target, Eagle3Drafter]:
+def small_pair() -> tuple[Target, FeatureDrafter]:
     target = Target(make_target(vocab_size=FEW))
     return target, taught(target, DraftVocab.full(FEW), FEW_PROMPTS[:4])
 

@@ -15,8 +15,8 @@ from draftsmith.eval import report
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measurement.generation_log import read_generations, token_texts
 from draftsmith.eval.measurement.metrics import bootstrap, summarise, summarise_all, tau
-from draftsmith.eval.report_page import figures, summary
-from draftsmith.eval.report_page import files as report_files
+from draftsmith.eval.report_page import figures, result_files, summary
+from draftsmith.eval.report_page import html as report_html
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from tests.conftest import make_tokenizer
@@ -262,7 +262,7 @@ def script_lines(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> list[str
 
 
 def test_answers_show_exactly_the_recorded_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_files, "SHOWN_ANSWERS", 5)
+    monkeypatch.setattr(report_html, "SHOWN_ANSWERS", 5)
     recipe = make_recipe(tmp_path)
     results = evaluate(recipe, [("a", None, str(i), 1) for i in range(9)])
     html = page_of(recipe)
@@ -306,7 +306,7 @@ HOSTILE = [
 
 def test_hostile_texts_stay_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tokens, questions, names of contenders, benchmarks and categories, on the page and in the figures."""
-    monkeypatch.setattr(report_files, "SHOWN_ANSWERS", 2)
+    monkeypatch.setattr(report_html, "SHOWN_ANSWERS", 2)
     recipe = make_recipe(tmp_path)
     names = [f"{text}#{i}" for i, text in enumerate(HOSTILE)]
     questions = [(name, category, name, 1) for name in names for category in (name, "c")]
@@ -328,7 +328,7 @@ def test_generations_are_kept_whole(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     results = evaluate(recipe, [("a", None, str(i), 1) for i in range(4)], contenders=(MAIN, "other"))
     for name, generations in results.items():
-        records = list(read_generations(report_files.generations_path(recipe), name))
+        records = list(read_generations(result_files.generations_path(recipe), name))
         again = [Generation(**{key: r[key] for key in vars(generations[0]) if key in r}) for r in records]
         assert again == generations
         assert all(("token_texts" in r) == (name == MAIN) for r in records)
@@ -370,11 +370,11 @@ def test_whose_answers_they_are_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     results[MAIN][1].token_ids[3] = 999
     numbers = summarise_all(results, PLAIN, 0)
     for dtype, cause in (("float32", "a defect: please report it"), ("bfloat16", "bfloat16 rounds")):
-        report_files.write_acceptance(recipe, numbers, described(results), MAIN, PLAIN, MADE | {"dtype": dtype})
+        result_files.write_acceptance(recipe, numbers, described(results), MAIN, PLAIN, MADE | {"dtype": dtype})
         assert all(f"{MAIN} (67% are)" in text and cause in text for text in told())
     recipe = make_recipe(tmp_path, temperature=0.7, top_p=0.9)
     evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
-    assert report_files.read_acceptance(recipe.eval_out / "acceptance.json")["matches_target"] is None
+    assert result_files.read_acceptance(recipe.eval_out / "acceptance.json")["matches_target"] is None
     assert all("drawn at temperature 0.7" in text and "token for token" not in text for text in told())
 
 
@@ -384,7 +384,7 @@ def test_training_curves(tmp_path: Path) -> None:
     assert len(figures_of(Page(page_of(recipe)))) == 2  # by position, time
     line = {"loss": 0.5, "accuracy": [0.5, 0.4], "simulated_tau": 1.7, "lr": 1e-4, "grad_norm": 1.0}
     lines = [json.dumps(line | {"step": step}) for step in range(1, 3001)]
-    report_files.metrics_path(recipe).write_text("\n".join([*lines, '{"step": 30']))  # the last is being written
+    result_files.metrics_path(recipe).write_text("\n".join([*lines, '{"step": 30']))  # the last is being written
     text = page_of(recipe)
     assert len(figures_of(Page(text))) == 4 and len(text) < 400_000  # loss, simulated tau; 3,000 lines are thinned
     assert "0.5 after 3000 steps" in text
@@ -419,13 +419,13 @@ def test_a_worthless_drafter_gets_advice() -> None:
 def test_damaged_files_are_named(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     evaluate(recipe, [("a", None, str(i), 1) for i in range(3)], contenders=(MAIN, "other"))
-    metrics, answers = report_files.metrics_path(recipe), report_files.generations_path(recipe)
+    metrics, answers = result_files.metrics_path(recipe), result_files.generations_path(recipe)
 
     def damaged(path: Path, content: bytes, said: str) -> None:
         before = path.read_bytes() if path.exists() else None
         path.write_bytes(content)
         with pytest.raises(UserError, match=said):
-            report_files.write_report(recipe)
+            result_files.write_report(recipe)
         path.unlink() if before is None else path.write_bytes(before)
 
     good = b'{"step": 1, "loss": 2.0, "simulated_tau": 1.7}'

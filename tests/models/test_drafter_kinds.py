@@ -6,18 +6,17 @@ How they learn is tests/train/test_unroll.py's matter, how they draft tests/eval
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, save_drafter, shape_of_run
+from draftsmith.models.checkpoint import read_drafter, shape_of_run
 from draftsmith.models.drafters import drafter_shape
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
@@ -28,72 +27,44 @@ from draftsmith.recipes.sections.drafter import DrafterSection
 from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run.initial_drafter import new_drafter, start_from
 from draftsmith.train.run.training_inputs import check_start_of_recipe
-from tests.conftest import files_of, make_target
-from tests.export_cases import distributions
+from tests.conftest import make_target
+from tests.export_cases import distributions, loaded, target_of, trained
 from tests.pairs import KINDS, untaught
 from tests.thinning import a_few
-from tests.training_runs import SIX_STEPS, metrics, train, write_conversations
-from tests.training_runs import no_dry_run as no_dry_run
-
-# What a recipe says of drafter and training; what it leaves out is as published, noise and detached steps included.
-RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "eagle": ({"kind": "eagle"}, {}),
-    "hass": ({"kind": "eagle"}, {"ttt_steps": 3, "top_k_loss": 1.0, "clip": "value", "max_grad_norm": 0.01}),
-    "poss": ({"kind": "poss", "specialists": 2}, {"ttt_steps": 4, "top_k_loss": 1.0, "clip": "value"}),
-    "poss over eagle3": (
-        {"kind": "poss", "base": "eagle3", "positions_per_specialist": 1, "specialists": 3, "vocab_size": 160},
-        {"feature_noise": 0.1},
-    ),
-    "eagle3.1": (
-        {"fc_norm": True, "norm_output": True, "num_layers": 2, "vocab_size": 160, "init_head": "target"},
-        {"ttt_steps": 2},
-    ),
-}
+from tests.training_runs import SIX_STEPS, metrics, to_train, train, write_recipe
 
 
 @pytest.fixture
 def recipe_of(tmp_path: Path, target_dir: Path) -> Callable[[str], Path]:
-    """Writes the recipe of that name, its conversations and its draft vocabulary."""
+    """Writes the recipe of a kind, its conversations and its draft vocabulary."""
 
-    def recipe_of(name: str) -> Path:
-        drafter, train = RECIPES[name]
-        output = tmp_path / name.replace(" ", "-").replace(".", "-")
-        write_conversations(output / "conversations.jsonl", 24)
-        vocab = DraftVocab(torch.arange(0, 320, 320 // drafter.get("vocab_size", 320)), 320)
-        vocab.save(output / "draft_vocab.safetensors")
-        settings = {key: value for key, value in SIX_STEPS.items() if key != "ttt_steps"}
-        recipe = {
-            "output_dir": str(output),
-            "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
-            "drafter": drafter,
-            "train": settings | train,
-        }
-        path = output.with_suffix(".yaml")
-        path.write_text(yaml.safe_dump(recipe))
-        return path
+    def recipe_of(kind: str) -> Path:
+        drafter, own = KINDS[kind]
+        folder = tmp_path / kind.replace(" ", "-").replace(".", "-")
+        to_train(folder / "run")
+        if "eagle3" in kind:  # has a head of its own
+            drafter = {"vocab_size": 160, **drafter}
+        else:
+            DraftVocab.full(320).save(folder / "run/draft_vocab.safetensors")
+        train = SIX_STEPS | {"ttt_steps": 1, "feature_noise": 0.1, "clip": "value"} | own
+        return write_recipe(folder, target_dir, drafter=drafter, train=train)
 
     return recipe_of
 
 
-@pytest.fixture(scope="module")
-def loaded(target_dir: Path) -> tuple[Target, dict[str, Any]]:
-    target = Target(TargetFiles(TargetSection(model=str(target_dir), dtype="float32")).load_model("cpu"))
-    return target, TargetFiles(TargetSection(model=str(target_dir))).identity_of(target)
-
-
-def saved(directory: Path, kind: str, loaded: tuple[Target, dict[str, Any]], vocab: DraftVocab | None = None) -> Path:
-    """An untrained drafter of that kind of `tests.pairs`, as training would save it."""
-    save_drafter(directory, untaught(kind, loaded[0], vocab), loaded[1], "", {})
-    return directory
+@cache
+def tiny() -> Target:
+    """That of `target_dir`, with EAGLE-3's own choice of layers."""
+    return Target(target_of().model)
 
 
 # Training.
 
 
-@pytest.mark.parametrize("name", a_few(RECIPES, "poss over eagle3"))
-def test_resumed_equals_uninterrupted_bit_for_bit(name: str, recipe_of: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", a_few(KINDS, "poss over eagle3"))
+def test_resumed_equals_uninterrupted_bit_for_bit(kind: str, recipe_of: Any, tmp_path: Path) -> None:
     """Noise included: it hangs on the rows, not on how often random numbers were drawn. And replay at checkpoints."""
-    path = recipe_of(name)
+    path = recipe_of(kind)
     replay = ("train.eval_replay=2", "eval.tree={nodes: 10, draft_calls: 3, top_k: 4}")
     whole = train(path, *replay)
     lines = metrics(whole)
@@ -110,21 +81,6 @@ def test_resumed_equals_uninterrupted_bit_for_bit(name: str, recipe_of: Any, tmp
     assert metrics(resumed) == lines
     one, other = (load_file(each / "drafter/model.safetensors") for each in (resumed, whole))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_clipping_by_value_clips_each_element(recipe_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[float] = []
-    step = torch.optim.AdamW.step
-
-    def watched(self: torch.optim.AdamW, *arguments: Any) -> Any:
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        seen.append(max(float(g.abs().max()) for g in gradients))
-        return step(self, *arguments)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
-    lines = metrics(train(recipe_of("hass"), "train.max_steps=2", "train.max_grad_norm=1e-4"))
-    assert seen == [pytest.approx(1e-4)] * 2
-    assert all(line["grad_norm"] > 1e-3 for line in lines)  # as it was before
 
 
 # What a run starts from.
@@ -146,74 +102,47 @@ def test_a_head_may_start_as_the_target_s() -> None:
 @pytest.mark.parametrize(("single", "specialists"), [("eagle", "poss"), ("eagle3", "poss over eagle3")])
 @torch.no_grad()
 def test_every_specialist_starts_from_the_single_layer(
-    single: str, specialists: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path
+    single: str, specialists: str, target_dir: Path, tmp_path: Path
 ) -> None:
     """At its first position a fresh PosS drafts as the single drafter does; at the later ones, too."""
-    target, identity = loaded
-    single_dir = saved(tmp_path / "single", single, loaded)
-    before: Any = load_drafter(single_dir, target, identity, read_drafter_config(single_dir)[0].capture_layers)
-    drafter = untaught(specialists, target)
+    target, drafter = tiny(), untaught(specialists, tiny())
+    source = trained(tmp_path / "single", target_dir, untaught(single, tiny()))
+    before = loaded(tmp_path / "single")
     assert not torch.equal(distributions(drafter, target), distributions(before, target))
-    start_from(single_dir, drafter, identity)
+    start_from(tmp_path / "single", drafter, source.target)
     assert torch.equal(distributions(drafter, target), distributions(before, target))
     drafter.stacks[0][0].mlp.down_proj.weight.zero_()
     assert drafter.stacks[1][0].mlp.down_proj.weight.abs().max() > 0  # copies, not one tensor for all
 
 
-@pytest.mark.usefixtures("no_dry_run")
 def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
-    recipe_of: Any, loaded: tuple[Target, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe_of: Any, target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("the target was loaded"))
-    starts = tmp_path / "starts"
-    for name, kind, first in (("eagle3", "eagle3", 0), ("other words", "eagle3", 1), ("eagle3.1", "eagle3.1", 0)):
-        saved(starts / name, kind, loaded, DraftVocab(torch.arange(first, 320, 2), 320))
-    for kind in ("eagle", "poss"):
-        saved(starts / kind, kind, loaded)
-    elsewhere = Target(make_target(vocab_size=330))
-    save_drafter(starts / "wide", untaught("eagle", elsewhere), files_of(elsewhere).identity_of(elsewhere), "", {})
-    paths = {name: recipe_of(name) for name in ("poss", "poss over eagle3", "eagle")}
-    for name, start, message in (
-        ("poss", "eagle3.1", "kind eagle3.1, the recipe asks for poss-2"),
-        ("poss over eagle3", "eagle3.1", "num_layers is 2 there, 1 here; fc_norm is True there, False here"),
-        ("poss over eagle3", "other words", "has another draft vocabulary"),
+    trained(tmp_path / "words", target_dir, untaught("eagle3", tiny(), DraftVocab(torch.arange(1, 320, 2), 320)))
+    trained(tmp_path / "wide", target_dir, untaught("eagle", target_of(vocab_size=330)), vocab_size=330)
+    for kind, start, message in (
+        ("poss over eagle3", "words", "has another draft vocabulary"),
+        ("eagle", "words", "kind eagle3, the recipe asks for eagle"),
         ("eagle", "wide", "vocab_size: the drafter was trained for 330, this target has 320"),
-        ("eagle", "nowhere", "no drafter here"),
     ):
-        recipe = load_recipe(paths[name], [f"drafter.init_from={starts / start}"])
+        recipe = load_recipe(recipe_of(kind), [f"drafter.init_from={tmp_path / start}"])
         files, vocab = TargetFiles(recipe.target), DraftVocab.load(recipe.draft_vocab_path)
         with pytest.raises(UserError, match=rf"drafter\.init_from: .*{message}"):
             check_start_of_recipe(recipe, files, shape_of_run(recipe, files), vocab)
-    for more in ([], ["--plan"]):
-        words = [f"drafter.init_from={starts / 'poss'}", "drafter.specialists=3", "train.ttt_steps=6", *more]
-        with pytest.raises(UserError, match=r"drafter\.init_from: .*specialists is 2 there, 3 here"):
-            train(paths["poss"], *words)
-
-
-def test_a_run_from_another_drafter_keeps_what_no_key_of_a_recipe_sets(
-    recipe_of: Any, loaded: tuple[Target, dict[str, Any]], tmp_path: Path
-) -> None:
-    drafter = untaught("eagle", loaded[0])
-    own = {"rope_type": "default", "rope_theta": 123.0}
-    drafter.config = replace(drafter.config, rope_parameters=own, rms_norm_eps=1e-3)
-    save_drafter(tmp_path / "start", drafter, loaded[1], "", {})
-    recipe = load_recipe(recipe_of("eagle"), [f"drafter.init_from={tmp_path / 'start'}"])
-    shape = shape_of_run(recipe, TargetFiles(recipe.target))
-    assert (shape.rope_parameters, shape.rms_norm_eps) == (own, 1e-3)
 
 
 # Checkpoints.
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_drafter_drafts_the_same(kind: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path) -> None:
-    target, identity = loaded
-    drafter, written = untaught(kind, target).requires_grad_(False), set()
+def test_a_saved_drafter_drafts_the_same(kind: str, target_dir: Path, tmp_path: Path) -> None:
+    target, drafter, written = tiny(), untaught(kind, tiny()).requires_grad_(False), set()
     for _ in range(4):  # equal weights, equal digests
-        save_drafter(tmp_path / "drafter", drafter, identity, "", {})
+        trained(tmp_path / "drafter", target_dir, drafter)
         written.add((tmp_path / "drafter/model.safetensors").read_bytes())
     assert len(written) == 1
-    again = load_drafter(tmp_path / "drafter", target, identity, drafter.config.capture_layers)
+    again = loaded(tmp_path / "drafter")
     assert type(again) is type(drafter) and again.config == drafter.config
     assert torch.equal(distributions(again, target), distributions(drafter, target))
     alone = read_drafter(tmp_path / "drafter")  # without the target, as exports do
@@ -244,10 +173,11 @@ def test_a_saved_drafter_drafts_the_same(kind: str, loaded: tuple[Target, dict[s
     ],
 )
 def test_an_edited_config_is_refused(
-    kind: str, known: bool, change: Any, message: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path
+    kind: str, known: bool, change: Any, message: str, target_dir: Path, tmp_path: Path
 ) -> None:
     """Also where the tensors would fit. Files of other tools say nothing of their config (`known`)."""
-    directory = saved(tmp_path / "drafter", kind, loaded)
+    directory = tmp_path / "drafter"
+    trained(directory, target_dir, untaught(kind, tiny()))
     if not known:
         save_file(load_file(directory / "model.safetensors"), directory / "model.safetensors")
         assert read_drafter(directory).config.kind == kind.removesuffix(".1")

@@ -26,13 +26,14 @@ from draftsmith.models.formats import exporting
 from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.formats.exporting import Source, able_engines, export, facts, target_embeddings
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.foreign import read_foreign
+from draftsmith.models.formats.importing import read_foreign
 from draftsmith.recipes.command import cli
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.digest import file_digest
+from draftsmith.recipes.files.reading import file_digest
 from tests.conftest import make_tokenizer
-from tests.export_cases import DRAFTERS, SCALED, drafted, drafter_named, save_target, target_of, trained, write_folder
+from tests.export_cases import DRAFTERS, Tensors, drafter_named, save_target, target_of, trained, write_folder
 from tests.report_cases import MADE, MAIN, evaluate, make_recipe
+from tests.training_runs import write_recipe
 
 ABLE = {
     "eagle3": ["vllm", "sglang", "tensorrt-llm", "speculators", "llama.cpp"],
@@ -48,20 +49,18 @@ ABLE = {
 }
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_target(tmp_path_factory.mktemp("exports") / "target").parent
+SourceOf = Callable[[str], Source]
 
 
-def source_of(name: str, home: Path) -> Source:
-    directory = home / name
-    return Source.read(directory) if directory.exists() else trained(directory, home / "target", drafter_named(name))
+@pytest.fixture
+def source_of(tmp_path: Path, target_dir: Path) -> SourceOf:
+    return lambda name: trained(tmp_path / "trained", target_dir, drafter_named(name))
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_every_engine_that_can_gets_the_trained_drafter(name: str, home: Path, tmp_path: Path) -> None:
+def test_every_engine_that_can_gets_the_trained_drafter(name: str, source_of: SourceOf, tmp_path: Path) -> None:
     """`export` itself compares every tensor."""
-    source = source_of(name, home)
+    source = source_of(name)
     assert [engine.name for engine in able_engines(source)] == ABLE[name]
     for engine in ENGINES.values():
         if engine.name not in ABLE[name]:
@@ -86,9 +85,9 @@ def test_every_engine_that_can_gets_the_trained_drafter(name: str, home: Path, t
     ],
 )
 def test_what_an_engine_cannot_serve_is_a_reason(
-    engine: str, changed: dict[str, Any], reason: str, home: Path, tmp_path: Path
+    engine: str, changed: dict[str, Any], reason: str, source_of: SourceOf, tmp_path: Path
 ) -> None:
-    source = source_of("eagle3", home)
+    source = source_of("eagle3")
     with pytest.raises(UserError, match=reason):
         export(replace(source, shape=replace(source.shape, **changed)), ENGINES[engine], tmp_path / "out", None, {})
 
@@ -137,14 +136,14 @@ BIASES = {f"{each}.self_attn.{p}_proj.bias" for each in ("midlayer", "layers.1")
     ],
 )  # fmt: skip
 def test_the_folder_has_what_the_engine_asks_for(
-    name: str, engine: str, said: dict[str, Any], names: set[str], home: Path, tmp_path: Path
+    name: str, engine: str, said: dict[str, Any], names: set[str], source_of: SourceOf, target_dir: Path, tmp_path: Path
 ) -> None:
-    export(source_of(name, home), ENGINES[engine], tmp_path / "out", None, {})
+    export(source_of(name), ENGINES[engine], tmp_path / "out", None, {})
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert {key: config.get(key) for key in said} == said and "null" not in (tmp_path / "out/config.json").read_text()
     if engine == "speculators":
         assert EVERY.items() <= config["transformer_layer_config"].items()
-        assert config["speculators_config"]["verifier"]["name_or_path"] == str(home / "target")
+        assert config["speculators_config"]["verifier"]["name_or_path"] == str(target_dir)
     assert load_file(tmp_path / "out/model.safetensors").keys() == names | {"fc.weight"}
 
 
@@ -171,35 +170,9 @@ def test_the_target_s_rotation_states_in_one_spelling_and_its_embeddings(tmp_pat
     assert torch.equal(table, target_embeddings(source.target | {"layout": layout}))
 
 
-@pytest.mark.parametrize(
-    ("name", "able"),
-    [
-        ("eagle3", ["vllm", "sglang", "speculators", "llama.cpp"]),
-        ("eagle3, two layers", ["vllm", "sglang", "speculators"]),
-        ("eagle3, normed output", ["vllm", "sglang", "speculators"]),
-        ("eagle3.1", ["vllm", "speculators"]),
-        ("eagle", ["vllm", "sglang", "eagle"]),
-    ],
-)
-def test_an_export_makes_up_for_the_target_s_scaled_embeddings(name: str, able: list[str], tmp_path: Path) -> None:
-    source = trained(tmp_path / "drafter", save_target(tmp_path / "target", **SCALED), drafter_named(name, **SCALED))
-    assert [engine.name for engine in able_engines(source)] == able
-    for engine in (ENGINES[each] for each in able if each != "llama.cpp"):
-        export(source, engine, tmp_path / engine.name, None, {})
-        back = read_foreign(read_folder(tmp_path / engine.name), facts(source))
-        assert back.shape.embedding_scale == 1
-        if name == "eagle3.1":  # the file's table holds the scale
-            assert back.embeddings is not None
-            assert torch.equal(back.embeddings, 12 * target_of(**SCALED).embedding_table)
-            back = replace(back, shape=replace(back.shape, embedding_scale=12.0))
-        found = drafted(back.shape, back.tensors)
-        torch.testing.assert_close(found, drafted(source.shape, source.tensors), rtol=1e-5, atol=2e-5)
-
-
 # `test_import` has what the reader refuses in every foreign folder; these read well, as another drafter.
 Q = "midlayer.self_attn.q_proj.weight"
 ONE, OTHER = "midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight"
-Tensors = dict[str, torch.Tensor]
 OTHERS: list[tuple[dict[str, Any] | Callable[[Tensors], Tensors], str]] = [
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_theta": 1e6}, "rope_parameters"),
     ({"rms_norm_eps": 1e-5}, "rms_norm_eps"),
@@ -212,9 +185,9 @@ OTHERS: list[tuple[dict[str, Any] | Callable[[Tensors], Tensors], str]] = [
 
 @pytest.mark.parametrize(("change", "named"), OTHERS)
 def test_a_folder_of_another_drafter_gets_no_name(
-    change: Any, named: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    change: Any, named: str, source_of: SourceOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, engine = source_of("eagle3", home), ENGINES["sglang"]
+    source, engine = source_of("eagle3"), ENGINES["sglang"]
     exporting.write_folder(source, engine, tmp_path, None)
     config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
     config, tensors = (config | change, tensors) if isinstance(change, dict) else (config, change(tensors))
@@ -254,8 +227,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     save_target(tmp_path / "target")
     trained(tmp_path / "run/drafter", "target", drafter_named("eagle3"))
-    recipe = {"output_dir": "run", "target": {"model": "target", "dtype": "float32"}, "export": {"license": "mit"}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    write_recipe(tmp_path, Path("target"), output_dir="run", drafter={}, train={}, export={"license": "mit"})
     return tmp_path / "run"
 
 
@@ -316,8 +288,8 @@ def test_a_card_has_what_was_measured_with_these_weights(
         *(("gemma-2-2b-it", "Gemma's terms of use"), ("TinyLlama-1.1B", None), ("llava-1.5-7b-hf", None)),
     ],
 )
-def test_a_card_tells_a_licence_that_binds_the_drafter(name: str, said: str | None, home: Path) -> None:
-    source = source_of("eagle3", home)
+def test_a_card_tells_a_licence_that_binds_the_drafter(name: str, said: str | None, source_of: SourceOf) -> None:
+    source = source_of("eagle3")
     text = cards.card(replace(source, target=source.target | {"model": f"org/{name}"}), [], None, "x", True, None, None)
     assert (f"> **Licence**: {said}" in text) if said else "Licence" not in text
 

@@ -165,8 +165,8 @@ def test_rotations(tmp_path: Path, written: Mapping[str, Any], read: Mapping[str
 )
 def test_how_texts_are_cut_before_merges(tmp_path: Path, cut: str, pieces: list[str]) -> None:
     write_target(tmp_path / "tiny.gguf", **{"tokenizer.ggml.pre": cut})
-    backend = files_at(tmp_path / "tiny.gguf").stored_tokenizer().backend_tokenizer
-    found = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("It'S 2026\n\n")]
+    tokenizer: Any = files_at(tmp_path / "tiny.gguf").stored_tokenizer()
+    found = [piece for piece, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("It'S 2026\n\n")]
     assert found == pieces
 
 

@@ -1,5 +1,6 @@
 """Classifier-free guidance as the target's law, against transformers' own."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,19 @@ def without_words(ids: list[int]) -> list[int]:
     return [NULL if 5 <= token < 10 else token for token in ids]
 
 
+@cache
 @torch.no_grad()
-def generated(place: Path, prompt: list[int], scale: float, tokens: int) -> list[int]:
-    """transformers' greedy answer with its own guidance, which keeps a second cache."""
+def generated(place: Path, scale: float) -> list[list[int]]:
+    """transformers' greedy answers of 16 tokens with its own guidance, which keeps a second cache."""
     model: Any = Emu3ForConditionalGeneration.from_pretrained(place, dtype=torch.float32).eval()
-    unconditional: Any = torch.tensor([without_words(prompt)])
-    guide = UnbatchedClassifierFreeGuidanceLogitsProcessor(scale, model, unconditional)
-    settings = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": 2, "pad_token_id": 0}
-    ids = torch.tensor([prompt])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[guide], **settings)
-    return out[0][len(prompt) :].tolist()
+    settings = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": 2, "pad_token_id": 0}
+    answers = []
+    for prompt in PROMPTS:
+        ids, unconditional = torch.tensor([prompt]), torch.tensor([without_words(prompt)])
+        guide = UnbatchedClassifierFreeGuidanceLogitsProcessor(scale, model, unconditional)  # type: ignore[arg-type]
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[guide], **settings)
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
 
 
 @pytest.mark.parametrize(
@@ -60,11 +64,11 @@ def test_greedy_answers_are_those_of_generate(place: Path, scale: float, policy:
     unguided = CausalLMDrafting(Target(target.model, (0,)))
     proposer = None if policy is None else PolicyProposer(unguided, policy)
     answers = decode_batch(target, proposer, PROMPTS, {2}, 16, GREEDY)
-    expected = [generated(place, prompt, scale, 16) for prompt in PROMPTS]
+    expected = generated(place, scale)
     assert [answer.token_ids for answer in answers] == expected
     assert policy is None or sum(sum(answer.accepted_per_round) for answer in answers) > 0
     assert any(prompt != expected[0] for prompt in expected[1:]) or scale == 0
-    assert expected != [generated(place, prompt, 1.0, 16) for prompt in PROMPTS]
+    assert expected != generated(place, 1.0)
 
 
 def test_training_s_states_are_those_of_decoding(place: Path) -> None:
@@ -93,9 +97,7 @@ def test_words_alone_give_way_to_the_null_token(place: Path) -> None:
     assert ids == without_words(list(range(len(VOCABULARY))))
 
 
-def test_a_text_target_and_a_missing_null_token_are_refused(place: Path, target_dir: Path) -> None:
+def test_a_missing_null_token_is_refused(place: Path) -> None:
     guided = GuidanceSection(scale=2.0, null="<nothing>")
     with pytest.raises(UserError, match=r"target.guidance.null: .* has no token '<nothing>'"):
         _ = TargetFiles(TargetSection(model=str(place), guidance=guided)).tokenizer
-    with pytest.raises(UserError, match=r"target.guidance: .* writes text"):
-        _ = TargetFiles(TargetSection(model=str(target_dir), guidance=guided)).tokenizer

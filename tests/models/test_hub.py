@@ -57,8 +57,8 @@ def refused(
 class Repo:
     """Branches of commits, oldest first: (title, files)."""
 
-    def __init__(self, private: bool = False, gated: bool = False) -> None:
-        self.private, self.gated = private, gated
+    def __init__(self, private: bool = False) -> None:
+        self.private = private
         self.branches: dict[str, list[tuple[str, Files]]] = {"main": [("initial commit", {})]}
 
     def commits(self, branch: str = "main") -> list[tuple[str, Files]]:
@@ -96,8 +96,8 @@ class FakeHub:
         self.refuses: dict[str, Exception] = {}
         self.asked, self.downloaded = 0, list[str]()
 
-    def add_repo(self, name: str, files: Files, private: bool = False, gated: bool = False) -> Repo:
-        self.repos[name] = Repo(private, gated)
+    def add_repo(self, name: str, files: Files, private: bool = False) -> Repo:
+        self.repos[name] = Repo(private)
         self.repos[name].commit("Upload files", files)
         return self.repos[name]
 
@@ -154,8 +154,6 @@ class FakeHub:
     def snapshot_download(self, repo_id: str, revision: str | None = None, allow_patterns: Sequence[str] = ()) -> Path:
         """Into the layout of the client's cache."""
         repo = self._repo(repo_id, "model_info")
-        if repo.gated:
-            raise refused(403, kind=GatedRepoError)
         oid, files = repo.at(revision or "main")
         place = Path(constants.HF_HUB_CACHE, "models--" + repo_id.replace("/", "--"))
         snapshot = place / "snapshots" / oid
@@ -263,9 +261,8 @@ def test_what_is_no_drafter_is_not_downloaded(hub: FakeHub, monkeypatch: pytest.
 )
 def test_a_drafter_that_cannot_be_had(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
     hub.add_repo("me/drafter", SMALL)
-    hub.add_repo("me/gated", SMALL, gated=True)
-    if name == "me/far":
-        hub.refuses["model_info"] = ConnectionError()
+    if name in ("me/far", "me/gated"):
+        hub.refuses["model_info"] = ConnectionError() if name == "me/far" else refused(403, kind=GatedRepoError)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", name == "me/offline")
     name, _, revision = name.partition("@")
     with pytest.raises(UserError, match=rf"^'{name}' is no folder in {re.escape(os.getcwd())}, and .*{said}"):

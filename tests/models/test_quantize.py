@@ -14,10 +14,8 @@ from torch.nn import functional
 from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.measurement import evaluation
-from draftsmith.eval.replay.recorded_answers import check_answers_before_loading, read_answers
-from draftsmith.eval.report_page import files, summary
+from draftsmith.eval.report_page import result_files, summary
 from draftsmith.models import quantize
-from draftsmith.models.checkpoint import check_identity
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.quantize import (
     CAST_ROWS,
@@ -35,10 +33,10 @@ from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.recipes.sections.target import QuantizationSection, TargetSection
 from tests import reference
 from tests.compare_cases import place as place
-from tests.conftest import make_target, make_tokenizer
+from tests.conftest import make_target
 from tests.decoding import decode_batch
+from tests.export_cases import assert_told_apart, save_target
 from tests.pairs import PROMPTS, greedy, taught, vocab_said
-from tests.replay_cases import conversation, write_lines
 from tests.report_cases import Page
 
 # What groups of 32 and both kernels divide.
@@ -49,10 +47,7 @@ FAKE = QuantizationSection(group_size=32, fake=True)
 
 @pytest.fixture(scope="module")
 def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("wide")
-    make_target(**WIDE).save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
-    return directory
+    return save_target(tmp_path_factory.mktemp("wide"), **WIDE)
 
 
 def section_of(directory: Path, **settings: Any) -> TargetSection:
@@ -67,14 +62,8 @@ def test_weights_are_quantised_as_by_the_slow_twin(precision: QuantizationSectio
     weight[2, :32] = 3.0  # a group without a range
     weight[3, 7] = 40.0  # an outlier
     size = 64 if precision.bits == 8 else precision.group_size
-    expected = [
-        [
-            value
-            for start in range(0, 64, size)
-            for value in reference.quantised(row[start : start + size], precision.bits)
-        ]
-        for row in weight.tolist()
-    ]
+    groups = weight.unflatten(-1, (-1, size)).tolist()
+    expected = [[value for group in row for value in reference.quantised(group, precision.bits)] for row in groups]
     assert torch.equal(fake_quantized(weight, precision), torch.tensor(expected))
     assert fake_quantized(weight.double(), precision).dtype == torch.float64
 
@@ -134,13 +123,7 @@ def test_the_precision_is_part_of_the_target_s_identity(wide_dir: Path, tmp_path
     fake = TargetFiles(section_of(wide_dir, quantization=FAKE))
     assert fake.changes["quantization"] == "fake int4, groups of 32"
     assert {key for key in plain.identity if plain.identity[key] != quantised.identity[key]} == {"quantization"}
-    for mine, theirs in ((plain, quantised), (quantised, plain)):
-        written_by = {key: value for key, value in theirs.identity.items() if value is not None}
-        recording = read_answers(write_lines(tmp_path / "c.jsonl", conversation(0, **written_by)))
-        check_answers_before_loading(recording, theirs)
-        with pytest.raises(UserError, match=r"c\.jsonl:1: recorded from another target: quantization"):
-            check_answers_before_loading(recording, mine)
-        check_identity(tmp_path, theirs.identity, mine.identity)  # a drafter may draft for both
+    assert_told_apart(tmp_path, plain, quantised, "quantization")
 
 
 def test_what_cannot_be_quantised_is_refused_before_weights_are_read(
@@ -186,14 +169,10 @@ def test_a_machine_without_kernels_is_told_what_it_lacks(monkeypatch: pytest.Mon
 def test_rows_of_another_precision_have_their_own_plain_decoding(place: Path, tmp_path: Path, target_dir: Path) -> None:
     """From the recipe to the report; a hierarchy's small model likewise."""
     chain = {"policy": "chain", "nodes": 4}
+    small = {"model": str(target_dir), "quantization": "int8", "device": "cpu"}
+    tree = {"nodes": 6, "draft_calls": 2, "top_k": 3}
     rivals: list[dict[str, Any]] = [
-        {
-            "name": "hierarchy",
-            "proposer": "hierarchy",
-            "draft_model": {"model": str(target_dir), "quantization": "int8", "device": "cpu"},
-            "min_draft_length": 3,
-            "tree": {"nodes": 6, "draft_calls": 2, "top_k": 3},
-        },
+        {"name": "hierarchy", "proposer": "hierarchy", "draft_model": small, "min_draft_length": 3, "tree": tree},
         {"name": "eagle3, int8 target", "quantization": "int8", "tree": chain},
         {"name": "eagle3, fake target", "quantization": {"bits": 8, "fake": True}, "tree": chain},
     ]
@@ -201,7 +180,7 @@ def test_rows_of_another_precision_have_their_own_plain_decoding(place: Path, tm
     settings += ["target.device=cpu"]  # where the kernels are
     recipe = load_recipe(str(place / "recipe.yaml"), settings)
     evaluation.evaluate_by_decoding(recipe, contenders_of(recipe), plan=False)
-    acceptance = files.read_acceptance(tmp_path / "acceptance.json")
+    acceptance = result_files.read_acceptance(tmp_path / "acceptance.json")
     rows = acceptance["contenders"]
     int8, fake = "plain decoding, int8 target", "plain decoding, fake int8 target"
     assert list(rows)[:3] == ["plain decoding", int8, fake]

@@ -5,9 +5,10 @@ largest logit at most in these families, so that 1e-4 leaves room for other mach
 window changes far more."""
 
 import copy
+import itertools
 import json
 import random
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,18 @@ from draftsmith.data_gen.answers.generators import GenerationSettings
 from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.alignment import columns_of
-from draftsmith.models.causal_lm import CausalLMDrafting, load_draft_model
-from draftsmith.models.costs import attention_shapes, cache_bytes_per_token, target_forward_bytes, target_size
+from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.draft_tree import Committed, DraftTree
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.families import usable_positions
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.formats.eagle_format import eagle_config, read_config
+from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import GREEDY
+from draftsmith.models.sizes import attention_shapes, cache_bytes_per_token, target_forward_bytes, target_size
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import SIZES, TargetFiles
 from draftsmith.models.target_session import behind
-from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
@@ -59,8 +60,6 @@ DEEPSEEK = {
     **{"kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
     **{"num_experts_per_tok": 2, "moe_intermediate_size": 24},
 }
-
-
 LATER = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3}
 PLAIN = ("llama", "qwen2", "qwen3", "gemma", "glm4", "smollm3", "starcoder2", "gpt_neox", "gpt2")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,16 +94,6 @@ everywhere = pytest.mark.parametrize("name", a_few(FAMILIES, *FEW))
 def target_of(name: str) -> Target:
     family, overrides = FAMILIES[name]
     return Target(make_target(family, **overrides))
-
-
-@cache
-def drafter_of(name: str) -> Eagle3Drafter:
-    target = target_of(name)
-    torch.manual_seed(3)
-    shape = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, 200)
-    shape = replace(shape, embedding_scale=target.embedding_scale)
-    vocab = DraftVocab(torch.randperm(320)[:200].sort().values, 320)
-    return Eagle3Drafter(shape, vocab)
 
 
 def some_tokens(count: int, seed: int) -> list[int]:
@@ -185,7 +174,7 @@ def test_trees_equal_their_paths_read_alone_also_beyond_the_window(name: str) ->
         path = tree.ancestors[0, deepest].nonzero().flatten()
         session.commit([len(path)], path[None])
         committed += tree.tokens[0, path].tolist()
-        single = DraftTree.root_only(some_tokens(1, 20 + seed), target.device)
+        single = DraftTree.chains([some_tokens(1, 20 + seed)], target.device)
         logits_BNV, captured = session.verify(single)
         session.commit([1])
         committed += single.tokens[0].tolist()
@@ -198,12 +187,12 @@ def test_trees_equal_their_paths_read_alone_also_beyond_the_window(name: str) ->
 # Families that differ in their caches, masks and positions. That trees equal their paths is tested everywhere.
 
 
-@pytest.mark.parametrize("name", a_few(FAMILIES, "llama", "gemma2", "gpt_oss", "gpt2"))
+@pytest.mark.parametrize("name", a_few(FAMILIES, "gemma2", "gpt_oss", "gpt2"))
 def test_greedy_decoding_and_regeneration_equal_generate(name: str) -> None:
     target = target_of(name)
     window = FAMILIES[name][1].get("sliding_window")
     assert window is None or (target.kinds.window, target.config.sliding_window) == (WINDOW, WINDOW)
-    drafting = PolicyProposer(FeatureDrafting(drafter_of(name)), Eagle2(nodes=12, draft_calls=3, top_k=4))
+    drafting = PolicyProposer(FeatureDrafting(untaught("eagle3", target)), Eagle2(nodes=12, draft_calls=3, top_k=4))
     prompts = [some_tokens(5, 4), (some_tokens(9, 5) * 4)[:33]]  # within the window at first, and beyond it
     expected = [greedy(target, prompt, 16, STOP) for prompt in prompts]
     for prompt, answer, lookup in zip(prompts, expected, (None, PromptLookup(6, target.device)), strict=True):
@@ -261,7 +250,7 @@ def test_layers_of_several_shapes_are_counted_each() -> None:
     target = target_of("gemma4")
     shapes = [(4, 2, 8), (4, 1, 16)] * 3 + [(4, 1, 16)]
     assert attention_shapes(target.config) == shapes
-    shape = drafter_of("gemma4").config
+    shape = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, 200)
     assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (4, 1, 16)
     size = target_size(target.model.config, TargetSection(model=""))
     cache = DynamicCache(config=target.config)
@@ -312,7 +301,7 @@ def test_decoders_that_cannot_verify_trees_are_refused(family: str, tmp_path: Pa
         Target(model)
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=rf"^draft_model\.model: .*{reason}") as caught:
-        load_draft_model(TargetFiles(TargetSection(model=str(tmp_path))))
+        LoadedModels(TargetFiles(TargetSection(model=str(DEMO)))).draft_model(TargetSection(model=str(tmp_path)))
     assert "target.model" not in str(caught.value)
 
 
@@ -465,14 +454,14 @@ def test_a_drafter_is_trained_drafts_and_is_exported_whatever_rotation_its_targe
 def test_up_to_where_longrope_changes_nothing_depends_on_neighbours_or_drafts() -> None:
     """The longest of 32 tokens, trees that would reach beyond, and other rows beside them: each as by itself."""
     target = Target(make_target(rope_parameters=LONGROPE))
-    rows = [some_tokens(count, count) for count in (32, 20, 7)]
+    rows = [some_tokens(count, count) for count in (32, 26, 20)]
     together = target.states(torch.tensor([row + [0] * (32 - len(row)) for row in rows])).last
     for row, states in zip(rows, together, strict=True):
         torch.testing.assert_close(states[: len(row)], target.states(torch.tensor([row])).last[0], rtol=1e-4, atol=1e-4)
     changed = target.states(torch.tensor([rows[0] + [7]])).last[0, :32]  # a token more, and none is as it was
     assert (changed - together[0]).norm() > 0.1 * together[0].norm()
 
-    prompts, budgets = [row[:n] for row, n in zip(rows, (24, 20, 4), strict=True)], [8, 12, 28]
+    prompts, budgets = [row[:n] for row, n in zip(rows, (28, 24, 18), strict=True)], [4, 8, 14]
     expected = [greedy(target, prompt, budget) for prompt, budget in zip(prompts, budgets, strict=True)]
     tree = Eagle2(nodes=12, draft_calls=5, top_k=4)
     drafter = PolicyProposer(FeatureDrafting(untaught("eagle3", target)), tree)
@@ -480,32 +469,28 @@ def test_up_to_where_longrope_changes_nothing_depends_on_neighbours_or_drafts() 
     for proposer in (None, PromptLookup(6, target.device), drafter, small):
         answers = decode_batch(target, proposer, prompts, {-1}, budgets)
         assert [answer.token_ids for answer in answers] == expected
-    with pytest.raises(ValueError, match="24 prompt tokens and 9 new ones exceed the target's 32 positions"):
-        decode_batch(target, None, prompts[:1], {-1}, 9)
+    with pytest.raises(ValueError, match="28 prompt tokens and 5 new ones exceed the target's 32 positions"):
+        decode_batch(target, None, prompts[:1], {-1}, 5)
 
 
-def test_a_target_with_a_rotation_that_cannot_be_is_refused_from_its_config(tmp_path: Path) -> None:
-    for rope, reason in (
-        (LONGROPE | {"original_max_position_embeddings": None}, "original_max_position_embeddings None"),
-        (ROTATIONS["linear"] | {"factor": None}, "null for factor"),
-        (BASE | {"rope_type": "banana"}, "cannot build a llama .*'banana'"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(make_config().to_dict() | {"rope_parameters": rope}))
+def config_that_cannot_be() -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(family, keys of its config, what is told)"""
+    named = "original_max_position_embeddings None"
+    yield "llama", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": None}}, named
+    yield "llama", {"rope_parameters": ROTATIONS["linear"] | {"factor": None}}, "null for factor"
+    yield "llama", {"rope_parameters": BASE | {"rope_type": "banana"}}, "cannot build a llama .*'banana'"
+    for family, key, size in itertools.product(("llama", "gpt2"), SIZES, (0, -4)):  # -4 divides, too
+        name = make_config(family).attribute_map.get(key, key)  # GPT-2's keys have other names
+        yield family, {name: size}, rf"the config.json of .* has .*{name}"
+
+
+def test_a_target_with_a_size_or_rotation_that_cannot_be_is_refused_from_its_config(tmp_path: Path) -> None:
+    for family, keys, reason in config_that_cannot_be():
+        (tmp_path / "config.json").write_text(json.dumps(make_config(family).to_dict() | keys))
         files = TargetFiles(TargetSection(model=str(tmp_path)))
         with pytest.raises(UserError, match=reason):
             Eagle3Config.for_target(files.config, 320, (1, 2, 3), 320)
             _ = files.size
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])  # whose keys have other names
-@pytest.mark.parametrize("key", SIZES)
-def test_a_target_with_a_size_that_cannot_be_is_refused_from_its_config(family: str, key: str, tmp_path: Path) -> None:
-    config = make_config(family)
-    name = config.attribute_map.get(key, key)
-    for size in (0, -config.num_attention_heads):  # which divides
-        (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | {name: size}))
-        with pytest.raises(UserError, match=rf"the config.json of .* has .*{name}"):
-            _ = TargetFiles(TargetSection(model=str(tmp_path))).config
 
 
 def test_a_drafter_takes_the_rotation_of_full_attention() -> None:
@@ -515,12 +500,8 @@ def test_a_drafter_takes_the_rotation_of_full_attention() -> None:
     assert Eagle3Config.for_target(config, 320, (1, 2, 3), 320).rope_parameters["rope_theta"] == 7000.0
 
 
-def small_lm(family: str = "llama", **overrides: Any) -> Target:
-    return Target(make_target(family, 2, 11, **overrides), capture_layers=(0,))
-
-
 def test_drafted_tokens_that_were_accepted_are_not_read_again() -> None:
-    lm, fed = small_lm(), list[int]()
+    lm, fed = Target(make_target(num_layers=2), (0,)), list[int]()
     lm.decoder.register_forward_pre_hook(
         lambda _module, _args, inputs: fed.append(inputs["input_ids"].shape[1]), with_kwargs=True
     )
@@ -536,15 +517,8 @@ def test_drafted_tokens_that_were_accepted_are_not_read_again() -> None:
 
 def test_learned_positions_end_and_drafting_does_not_fall_over_their_edge() -> None:
     """The target's answer fills its 32 positions; the small LM has as many, and drafts beyond them."""
-    target, small = Target(make_target(max_position_embeddings=32)), small_lm("gpt2", max_position_embeddings=32)
+    target, small = (Target(make_target(family, max_position_embeddings=32)) for family in ("llama", "gpt2"))
     prompts = [[7, 8, 9], [10, 11, 12, 13, 14]]
     for proposer in (PolicyProposer(CausalLMDrafting(small), Chain(6)), None):
         answers = decode_batch(target, proposer, prompts, {-1}, 27)
         assert [len(prompt + out.token_ids) for prompt, out in zip(prompts, answers, strict=True)] == [30, 32]
-
-
-def test_loading_takes_any_number_of_layers(tmp_path: Path) -> None:
-    """EAGLE-3's default capture layers, which small models are too shallow for, are not asked for."""
-    make_target(num_layers=1).save_pretrained(tmp_path)
-    small = load_draft_model(TargetFiles(TargetSection(model=str(tmp_path), dtype="float32", device="cpu")))
-    assert small.num_layers == 1 and small.vocab_size == 320

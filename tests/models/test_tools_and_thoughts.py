@@ -16,6 +16,7 @@ from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.recipes.prompts.prompt_reader import read_conversations
 from draftsmith.recipes.prompts.rejects import Rejects
 from tests.conftest import make_tokenizer
+from tests.replay_cases import write_lines
 
 # Writes tools, thoughts and calls as current templates do: `tojson`, thoughts of every answer.
 EVERYTHING = (
@@ -59,12 +60,7 @@ ANSWERED = (
 )
 
 
-def write(path: Path, *records: Any) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-def read_rows(path: str, tokenizer: Any) -> tuple[list[TrainingRow], Rejects]:
+def read_rows(path: Path, tokenizer: Any) -> tuple[list[TrainingRow], Rejects]:
     rejects = Rejects()
     return list(training_rows(path, tokenizer, 1000, rejects)), rejects
 
@@ -73,9 +69,9 @@ def supervised(tokenizer: Any, row: TrainingRow) -> list[str]:
     return [str(tokenizer.decode(row.input_ids[start:end])) for start, end in row.spans]
 
 
-def regenerate_with(tokenizer: Any, source: str, path: Path, *answers: str) -> list[str]:
+def regenerate_with(tokenizer: Any, source: Path, path: Path, *answers: str) -> list[str]:
     """Asks `source`'s only conversation, answers with texts, writes the record; the prompts as they were asked."""
-    asked = OpenConversations(list(read_conversations(source, Rejects())), tokenizer, 1000, Rejects())
+    asked = OpenConversations(list(read_conversations(str(source), Rejects())), tokenizer, 1000, Rejects())
     texts, replies = [], deque(answers)
     for prompt in asked.prompts():
         assert prompt is not None
@@ -117,12 +113,12 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("form", "parquet"), [("openai", 1), ("older openai", 0), ("sharegpt", 0), ("as text", 1)])
 def test_tool_calls_are_supervised_as_the_template_writes_them(tmp_path: Path, form: str, parquet: bool) -> None:
-    tokenizer, path = make_tokenizer(EVERYTHING), str(tmp_path / "c.parquet")
+    tokenizer, path = make_tokenizer(EVERYTHING), tmp_path / "c.parquet"
     if parquet:  # another record with other keys: Arrow gives both records the keys of both
         others = {"messages": [ASK, {**LAST, "name": "x"}]} if form == "openai" else {}
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([FORMS[form], others]), path)
     else:
-        path = write(tmp_path / "c.jsonl", FORMS[form])
+        path = write_lines(tmp_path / "c.jsonl", FORMS[form])
     row = read_rows(path, tokenizer)[0][0]
     rendered = str(tokenizer.decode(row.input_ids))
     assert rendered == f"<|system|>{json.dumps(TOOLS)}<|end|>{ANSWERED}<|assistant|>on the mat.<|end|>"
@@ -132,10 +128,10 @@ def test_tool_calls_are_supervised_as_the_template_writes_them(tmp_path: Path, f
 @pytest.mark.parametrize("form", FORMS)
 def test_regeneration_keeps_calls_and_results_and_asks_behind_them(tmp_path: Path, form: str) -> None:
     tokenizer = make_tokenizer(EVERYTHING)
-    source = write(tmp_path / "p.jsonl", FORMS[form])
+    source = write_lines(tmp_path / "p.jsonl", FORMS[form])
     (prompt,) = regenerate_with(tokenizer, source, tmp_path / "r.jsonl", "there.")
     assert prompt == f"<|system|>{json.dumps(TOOLS)}<|end|>" + ANSWERED + "<|assistant|>"
-    ((row,), rejects) = read_rows(str(tmp_path / "r.jsonl"), tokenizer)
+    ((row,), rejects) = read_rows(tmp_path / "r.jsonl", tokenizer)
     assert supervised(tokenizer, row) == ["there.<|end|>"] and not rejects.total
     record = json.loads((tmp_path / "r.jsonl").read_text())
     assert record["messages"][1]["tool_calls"][0]["function"] == CALL["function"]
@@ -149,7 +145,7 @@ def test_reasoning_content_is_supervised_as_the_template_writes_it(tmp_path: Pat
     tokenizer = make_tokenizer(EVERYTHING)
     thinking = {"role": "assistant", "reasoning_content": "hm"}
     messages = [ASK, {**LAST, "reasoning_content": "the dog ran"}, ASK, thinking]
-    ((row,), _) = read_rows(write(tmp_path / "c.jsonl", {"messages": messages}), tokenizer)
+    ((row,), _) = read_rows(write_lines(tmp_path / "c.jsonl", {"messages": messages}), tokenizer)
     assert supervised(tokenizer, row) == ["<think>the dog ran</think>on the mat.<|end|>", "<think>hm</think><|end|>"]
 
 
@@ -173,21 +169,21 @@ def test_a_template_that_strips_earlier_thoughts_gives_one_row_per_turn(
 ) -> None:
     """Regenerated, or from a plain file, where thoughts may stand apart: what is asked, then the answer."""
     tokenizer = make_tokenizer(template)
-    source = write(tmp_path / "p.jsonl", {"id": "c", "turns": ["where is the cat?", "and the dog?"]})
+    source = write_lines(tmp_path / "p.jsonl", {"id": "c", "turns": ["where is the cat?", "and the dog?"]})
     answers = [str(message["content"]).removeprefix(opening) for message in THOUGHTFUL[1::2]]
     prompts = regenerate_with(tokenizer, source, tmp_path / "r.jsonl", *answers)
-    regenerated, rejects = read_rows(str(tmp_path / "r.jsonl"), tokenizer)
+    regenerated, rejects = read_rows(tmp_path / "r.jsonl", tokenizer)
     assert not rejects.total
     assert [supervised(tokenizer, row) for row in regenerated] == [[f"{answer}<|end|>"] for answer in answers]
     assert [str(tokenizer.decode(row.input_ids[: row.spans[0][0]])) for row in regenerated] == prompts
     assert "the dog ran" not in prompts[1] and "on the mat." in prompts[1]
-    plain, _ = read_rows(write(tmp_path / "c.jsonl", {"messages": THOUGHTFUL}), tokenizer)
+    plain, _ = read_rows(write_lines(tmp_path / "c.jsonl", {"messages": THOUGHTFUL}), tokenizer)
     assert [row.input_ids for row in plain] == [row.input_ids for row in regenerated]
-    apart, _ = read_rows(write(tmp_path / "c.jsonl", {"messages": APART}), tokenizer)
+    apart, _ = read_rows(write_lines(tmp_path / "c.jsonl", {"messages": APART}), tokenizer)
     assert [supervised(tokenizer, row) for row in apart] == [[f"{answer}<|end|>"] for answer in answers]
 
 
 def test_an_answer_without_the_thought_that_its_prompt_opens_is_rejected(tmp_path: Path) -> None:
     bare, good = {"messages": [ASK, LAST]}, {"messages": THOUGHTFUL}
-    found, rejects = read_rows(write(tmp_path / "c.jsonl", bare, good), make_tokenizer(R1))
+    found, rejects = read_rows(write_lines(tmp_path / "c.jsonl", bare, good), make_tokenizer(R1))
     assert len(found) == 2 and rejects.counts == {"no thought": 1}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -28,8 +27,9 @@ from draftsmith.models.vocab import (
 from draftsmith.recipes.errors import UserError
 from tests import reference
 from tests.conftest import VOCAB_SIZE, make_tokenizer
+from tests.replay_cases import write_lines
 from tests.thinning import effort
-from tests.training_runs import run_main
+from tests.training_runs import run_main, write_recipe
 
 
 def frequent_vocab(counts: torch.Tensor, size: int, must_have: Sequence[int] = ()) -> DraftVocab:
@@ -148,25 +148,25 @@ def test_damaged_token_counts_are_refused(tmp_path: Path) -> None:
         load_token_counts(path)
 
 
-def write_conversations(out: Path, outputs: list[list[int]]) -> None:
-    lines = []
-    for i, output in enumerate(outputs):
-        turn = {"prompt_token_ids": [2, 300 + i % 9, 4, 3], "output_token_ids": output, "finish_reason": "stop"}
-        lines.append({"id": f"c{i}", "messages": [{"role": "user", "content": "x"}], "turns": [turn]})
-    out.mkdir(exist_ok=True)
-    (out / "conversations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def write_conversations(folder: Path, outputs: list[list[int]]) -> None:
+    turns = (
+        {"prompt_token_ids": [2, 300 + i % 9, 4, 3], "output_token_ids": output, "finish_reason": "stop"}
+        for i, output in enumerate(outputs)
+    )
+    asked = [{"role": "user", "content": "x"}]
+    lines = ({"id": f"c{i}", "messages": asked, "turns": [turn]} for i, turn in enumerate(turns))
+    write_lines(folder / "conversations.jsonl", *lines)
 
 
 def test_the_script_counts_what_training_reads(
     tmp_path: Path, target_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Hand-made conversations of 12 and 40 tokens, of which the long ones are no training rows."""
-    chance, out, recipe = random.Random(1), tmp_path / "out", tmp_path / "recipe.yaml"
+    chance, out = random.Random(1), tmp_path / "run"
+    recipe = write_recipe(tmp_path, target_dir, data={"max_length": 20}, drafter={})
     lengths = [35 if i % 5 == 0 else 7 for i in range(30)]
     outputs = [[*(int(chance.paretovariate(0.6)) % 200 + 5 for _ in range(length)), 9] for length in lengths]
     write_conversations(out, outputs)
-    content = {"output_dir": str(out), "target": {"model": str(target_dir)}, "data": {"max_length": 20}}
-    recipe.write_text(yaml.safe_dump(content))
     run_main(rank_vocab, recipe, "drafter.vocab_size=12")
     printed, fingerprint = capsys.readouterr().out, tokenizer_fingerprint(make_tokenizer())
     counts = Counter(token for output in outputs if len(output) < 17 for token in output)

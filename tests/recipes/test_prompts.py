@@ -170,9 +170,10 @@ def test_parquet_drops_the_cells_that_arrow_adds(tmp_path: Path) -> None:
     found, rejects = read_all(path)
     assert [(c.id, c.messages) for c in found] == [("a", [USER, call]), ("p.parquet:2", [USER])]
     assert kinds_of(rejects) == ["unknown columns"]
-    path.write_bytes(b"PAR1 no")
-    with pytest.raises(UserError, match=r"p\.parquet: cannot be read as parquet"):
-        read(str(path))
+    for damaged in (b"PAR1 no", path.read_bytes().replace(b"messages", b"\xb0essages")):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"p\.parquet: cannot be read as parquet"):
+            read(str(path))
 
 
 def test_datasets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

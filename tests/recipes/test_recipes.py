@@ -136,9 +136,11 @@ def test_merge_keys_and_anchors(write):
 def test_overrides_win_in_order_and_mend_problems_of_the_file(write):
     path = write(SMALLEST + "train:\n  seed: x\ndata:\n  prompts: missing.jsonl\neval:\n  also:\n  - name: a\n")
     overrides = ["train.seed=2", "train.seed=3", "eval.tree={nodes: 5}", "eval.also.0.name='b=c'", "eval.max_prompts="]
-    recipe = load_recipe(path, [*overrides, "data.prompts=[hf:org/name, hf:org/name:test]"])
+    overrides += ["data.prompts=[hf:org/name, hf:org/name:test]", "target.template_args={on: 1}"]
+    recipe = load_recipe(path, overrides)
     assert (recipe.train.seed, recipe.eval.tree.nodes, recipe.eval.also[0].name) == (3, 5, "b=c")
     assert recipe.eval.max_prompts is None and recipe.data.prompts == ["hf:org/name", "hf:org/name:test"]
+    assert recipe.target.template_args == {"on": 1}
 
 
 LISTS = zip("abcdefgh", "bcdefghi", strict=True)
@@ -180,7 +182,7 @@ def test_numbers_of_thousands_of_digits_in_overrides(write):
 
 def test_recipe_file_that_cannot_be_read(tmp_path: Path):
     (tmp_path / "latin.yaml").write_bytes(b"output_dir: \xe9\n")
-    for path, said in (("none.yaml", "no such recipe file"), ("", "Is a directory"), ("latin.yaml", "UTF-8")):
+    for path, said in (("none.yaml", "no such"), ("", "Is a directory"), ("latin.yaml", "UTF-8"), ("\0", "null")):
         assert said in problems_of(str(tmp_path / path))[0]
 
 

@@ -59,7 +59,7 @@ def spans_of(row: TrainingRow) -> list[int]:
     return numbers
 
 
-def test_layouts_equal_the_slow_twin() -> None:
+def test_layouts_equal_the_slow_twin_in_their_rows_and_packed_into_one() -> None:
     for seed in range(20):
         rows, layout = some_rows(6, seed), some_layout(6, seed)
         batch = collate_as(rows, layout, range(40, 46))
@@ -71,7 +71,8 @@ def test_layouts_equal_the_slow_twin() -> None:
         assert batch.rows == tuple(40 + i for line in layout for i in line)
         ids = [torch.tensor(rows[i - 40].input_ids) for i in batch.rows]  # longer than what is laid out, if rows go on
         assert torch.equal(batch.lay_out(ids), batch.ids)
-        wide = batch.lay_out([torch.stack((each, -each), dim=-1).double() for each in ids])
+        brought = [torch.stack((each, -each), dim=-1).double() for each in ids]
+        wide = batch.lay_out(brought)
         assert torch.equal(wide, torch.stack((batch.ids, -batch.ids), dim=-1).double())
         assert list(batch.places) == [
             (b, sum(len(ids) for ids, _ in line[:i]), len(line[i][0]))
@@ -80,17 +81,12 @@ def test_layouts_equal_the_slow_twin() -> None:
         ]
         assert (batch.documents is None) == all(len(line) == 1 for line in layout)
 
-
-def test_one_row_of_any_layout_is_what_packing_gives() -> None:
-    for seed in range(20):
-        rows, layout = some_rows(6, seed), some_layout(6, seed)
-        batch = collate_as(rows, layout)
-        row, packed = batch.one_row, collate_as(rows, [list(batch.rows)])
-        assert (row.rows, row.places) == (packed.rows, packed.places)
+        one = batch.one_row
+        packed = collate_as(rows, [[i for line in layout for i in line]], range(40, 46))
+        assert (one.rows, one.places) == (packed.rows, packed.places)
         for name in ("ids", "span", "position", "tokens_at"):
-            assert torch.equal(getattr(row, name), getattr(packed, name)), name
-        brought = [torch.rand(length_of(rows[i]), 3) for i in batch.rows]
-        assert torch.equal(batch.in_one_row(batch.lay_out(brought)), packed.lay_out(brought))
+            assert torch.equal(getattr(one, name), getattr(packed, name)), name
+        assert torch.equal(batch.in_one_row(wide), packed.lay_out(brought))
     alone = collate(rows[:1])
     assert alone.one_row is alone and alone.in_one_row(alone.ids) is alone.ids
 
@@ -109,10 +105,8 @@ def test_columns_of_a_layout_are_those_of_each_document_alone() -> None:
         for i, (b, start, length) in zip(batch.rows, batch.places, strict=True):
             spans = spans_of(rows[i])
             touching += bool(start and spans[0] and batch.span[b, start - 1])
-            for t in range(length):
-                depth = sum(counted(spans, t, k) for k in range(steps))
-                if depth:
-                    expected[b, start + t] = depth
+            depths = [sum(counted(spans, t, k) for k in range(steps)) for t in range(length)]
+            expected |= {(b, start + t): depth for t, depth in enumerate(depths) if depth}
         assert found == expected
         runs = columns.runs(Documents(batch.position, batch.places))
         assert [(run.row, run.before + i) for run in runs for i in range(run.end - run.first)] == sorted(expected)
@@ -153,8 +147,7 @@ def test_every_family_reads_packed_documents_as_it_reads_them_alone(name: str, w
         batch = collate_as(rows, layout)
         states = target.states(batch.ids, documents=batch.documents)
         real = batch.lay_out([torch.ones(n, 1) for n in batch.lengths])
-        of_each = [s.captured[0] for s in alone], [s.last[0] for s in alone]
-        for found, each in zip((states.captured, states.last), of_each, strict=True):
+        for found, each in (states.captured, [s.captured[0] for s in alone]), (states.last, [s.last[0] for s in alone]):
             assert torch.isfinite(found).all()
             assert_close(found * real, batch.lay_out([each[i] for i in batch.rows]))
     if way == "its own":

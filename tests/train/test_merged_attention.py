@@ -1,5 +1,6 @@
 """The unroll's attention against its definition, by every kernel; and which kernel is taken."""
 
+import functools
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -15,6 +16,8 @@ from tests.thinning import pairwise
 
 CPU = torch.device("cpu")
 KERNELS = [BLOCKS, FLASH_CPU]
+by_each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11)
 HEADS, SIZE = 4, 8
 # Two rows: three documents and padding; one document. Spans of several lengths, one of a single counted column.
 PLACES = ((0, 0, 9), (0, 9, 4), (0, 13, 6), (1, 0, 20))
@@ -57,12 +60,6 @@ def by_definition(
     return out
 
 
-def close(mine: torch.Tensor, its: torch.Tensor, columns: Columns | None = None) -> None:
-    if columns is not None:
-        mine, its = (each.transpose(1, 2)[columns.depth > 0] for each in (mine, its))
-    torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize(
     ("kernel", "groups", "steps", "elements"), pairwise(KERNELS, [1, 2, 4], [0, 1, 3], [1, 1 << 21])
 )
@@ -79,32 +76,28 @@ def test_merged_attention_equals_its_definition_in_value_and_gradient(
     for leaf in leaves:
         leaf.requires_grad_()
     query, keys, values, *own = leaves
-    own_keys, own_values = own[:steps], own[steps:]
-    out = merged_attention(query, keys, values, own_keys, own_values, runs, kernel)
-    start_of = laid_out.first().tolist()
-    expected = by_definition(query, keys, values, own_keys, own_values, columns, start_of)
-    close(out, expected, columns)
+    given = query, keys, values, own[:steps], own[steps:]
+    out, expected = merged_attention(*given, runs, kernel), by_definition(*given, columns, laid_out.first().tolist())
+    close(*(each.transpose(1, 2)[columns.depth > 0] for each in (out, expected)))
     towards = towards * (columns.depth > 0)[:, None, :, None]  # what does not count is asked nothing
-    found = torch.autograd.grad(out, leaves, towards)
-    for mine, its in zip(found, torch.autograd.grad(expected, leaves, towards), strict=True):
-        close(mine, its)
+    found, wanted = (torch.autograd.grad(each, leaves, towards) for each in (out, expected))
+    close(found, wanted)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@by_each_kernel
 def test_where_every_token_asks(kernel: Kernel) -> None:
     """The lower ones of several layers: documents are runs, padding asks nothing."""
     query, keys, values = drawn(*((2, heads, 21) for heads in (4, 2, 2)))
     laid_out = documents()
     every = Columns(torch.arange(21).expand(2, -1), torch.ones(2, 21, dtype=torch.long))
     every.depth[0, 19:] = every.depth[1, 20:] = 0
-    out = merged_attention(query, keys, values, [], [], runs_of_documents(laid_out, 2, 21), kernel)
-    close(out, by_definition(query, keys, values, [], [], every, laid_out.first().tolist()))
-    alone = merged_attention(query, keys, values, [], [], runs_of_documents(None, 2, 21), kernel)
-    one = Columns(every.index, torch.ones_like(every.depth))
-    close(alone, by_definition(query, keys, values, [], [], one, [[0] * 21] * 2))
+    whole = Columns(every.index, torch.ones_like(every.depth))
+    for shared, columns, start_of in ((laid_out, every, laid_out.first().tolist()), (None, whole, [[0] * 21] * 2)):
+        out = merged_attention(query, keys, values, [], [], runs_of_documents(shared, 2, 21), kernel)
+        close(out, by_definition(query, keys, values, [], [], columns, start_of))
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@by_each_kernel
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_hidden(kernel: Kernel, bad: float) -> None:
     """A fused kernel answers a query of NaN with finite numbers."""
@@ -195,7 +188,7 @@ def test_kernels_of_gpus_are_called_as_their_interfaces_have_it(monkeypatch: pyt
     assert is_right(attention_kernels.FLASH_CUDA_COPYING, CPU, torch.float32, 6, 2, 16)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@by_each_kernel
 def test_autocast_does_not_round_scores(kernel: Kernel) -> None:
     """Inside autocast as without it, to the bit: large scores rounded to bfloat16 are units apart."""
     shapes = [(1, 4, 9), *((1, 2, width) for width in (12, 12, 9, 9))]
@@ -207,8 +200,7 @@ def test_autocast_does_not_round_scores(kernel: Kernel) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             out = merged_attention(query, keys, values, [own_key], [own_value], runs, kernel)
         found.append([out.detach(), *torch.autograd.grad(out.sum(), leaves)])
-    for without, within in zip(*found, strict=True):
-        torch.testing.assert_close(within, without, rtol=0, atol=0)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
     with torch.autocast("cpu", torch.bfloat16):  # and the trial compares with what is not rounded
         rounded = Kernel(
             "rounded", lambda q, k, v, causal: BLOCKS.forward(q, k.bfloat16().float(), v, causal), kernel.backward

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from draftsmith.data_gen.states.store import Store, states_length
 from draftsmith.models.target import Target
@@ -20,7 +19,7 @@ from tests.store_cases import capture, rows_of
 from tests.thinning import a_few
 from tests.tiny_vision import FAMILIES, picture, save_vision_target
 from tests.train.test_processes import check_same
-from tests.training_runs import metrics, train
+from tests.training_runs import metrics, train, write_recipe
 
 OVER_EAGLE = {"kind": "vispec", "compressed_tokens": 2}
 OVER_EAGLE3 = {"kind": "vispec", "base": "eagle3"}
@@ -54,16 +53,10 @@ def recipe_in(folder: Path, home: Path, family: str, drafter: dict[str, Any], **
     DraftVocab.full(VOCAB_SIZE).save(folder / "draft_vocab.safetensors", {})
     train = {"max_steps": 4, "batch_size": 3, "save_every_steps": 2, "log_every_steps": 1, "validate_every_steps": 4}
     train |= {"validation_conversations": 3, "eval_replay": 3, "learning_rate": 3e-3, "mixed_precision": "no"}
-    recipe = {
-        "output_dir": str(folder),
-        "target": {"model": str(home / family), "dtype": "float32", "device": "cpu"},
-        "data": {"capture": {"dtype": "float32", "shard_megabytes": 0.05, "batch_tokens": 100}},
-        "drafter": drafter,
-        "train": train | settings,
-        "eval": {"tree": {"policy": "chain", "nodes": 4}},
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return folder / "recipe.yaml"
+    sections = {"train": train | settings, "eval": {"tree": {"policy": "chain", "nodes": 4}}}
+    capture = {"dtype": "float32", "shard_megabytes": 0.05, "batch_tokens": 100}
+    own: dict[str, Any] = {"output_dir": str(folder), "drafter": drafter, "data": {"capture": capture}}
+    return write_recipe(folder, home / family, **own, **sections)
 
 
 SPECIALISTS = {"specialists": 2, "positions_per_specialist": 1}
@@ -96,10 +89,7 @@ def test_a_run_from_a_store_is_one_with_the_target(
     for name, more in {"online": [], "offline": offline, "alone": alone}.items():
         if name == "alone":
             monkeypatch.setattr(Target, "read_insert", lambda *_: pytest.fail("the tower was asked"))
-        output = tmp_path / name
-        output.mkdir()
-        for file in ("conversations.jsonl", "draft_vocab.safetensors"):
-            shutil.copy(tmp_path / "run" / file, output / file)
+        output = shutil.copytree(tmp_path / "run", tmp_path / name, ignore=shutil.ignore_patterns("states"))
         runs[name] = metrics(train(path, f"output_dir={output}", *more))
     assert runs["offline"] == runs["alone"]
     for mine, its in zip(runs["offline"], runs["online"], strict=True):

@@ -11,7 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.models.alignment import columns_of
-from draftsmith.models.costs import (
+from draftsmith.models.drafters import drafter_shape, trainable_parameters
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.sizes import (
     Device,
     Meter,
     cache_bytes_per_token,
@@ -20,8 +22,6 @@ from draftsmith.models.costs import (
     gigabytes,
     target_size,
 )
-from draftsmith.models.drafters import drafter_shape, trainable_parameters
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
@@ -53,7 +53,6 @@ def test_target_size_is_the_models(family: str, settings: dict) -> None:
     size = target_size(model.config, TargetSection(model="", dtype="float32"))
     assert size.parameters == sum(p.numel() for p in model.parameters())
     assert size.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
-    assert size.head_parameters == model.get_output_embeddings().weight.numel()
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     assert size.expert_parameters == experts
     tables = 320 * 32 * (1 if settings.get("tie_word_embeddings") else 2)
@@ -64,36 +63,14 @@ def test_target_size_is_the_models(family: str, settings: dict) -> None:
 
 # Memory and operations.
 
-SHAPE = Eagle3Config(
-    hidden_size=64,
-    intermediate_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=500,
-    draft_vocab_size=300,
-    capture_layers=(2, 3, 4),
-    rms_norm_eps=1e-6,
-    max_position_embeddings=1024,
-)
+TARGET = Target(make_target(hidden_size=64, intermediate_size=128, head_dim=16, vocab_size=500))
+SHAPE = Eagle3Config.for_target(TARGET.config, 500, TARGET.capture_layers, 300)
 TOKENS, COLUMNS = 150, 100
-
-
-class SmallTarget:
-    """Head and embeddings alone."""
-
-    def __init__(self):
-        self.head = torch.nn.Linear(SHAPE.hidden_size, SHAPE.vocab_size, bias=False).requires_grad_(False)
-        self.config = None
-        self.embedding_table, self.embedding_scale = torch.randn(SHAPE.vocab_size, SHAPE.hidden_size), 1.0
-
-    logits, embed, inputs = Target.logits, Target.embed, Target.inputs
 
 
 def micro_batch(settings: TrainSection, rows: int) -> Callable[[], None]:
     """A real one, forward and backward, with one span of COLUMNS + 1 tokens at the end of each row."""
     drafter = Eagle3Drafter(SHAPE, DraftVocab(torch.arange(SHAPE.draft_vocab_size), SHAPE.vocab_size))
-    target: Any = SmallTarget()
     trainee = TrainingTimeTest(drafter, settings.ttt_steps, settings.step_weight, settings.gradient_checkpointing)
     span = torch.zeros(rows, TOKENS, dtype=torch.long)
     span[:, TOKENS - COLUMNS - 1 :] = 1
@@ -104,10 +81,9 @@ def micro_batch(settings: TrainSection, rows: int) -> Callable[[], None]:
     def loss() -> torch.Tensor:
         captured = torch.randn(rows, TOKENS, 3 * SHAPE.hidden_size)
         last = torch.randn(rows, TOKENS, SHAPE.hidden_size)
-        teacher = teacher_of(target, last, ids, counted, drafter.vocab)
+        teacher = teacher_of(TARGET, last, ids, counted, drafter.vocab)
         with torch.autocast("cpu", torch.bfloat16, enabled=settings.mixed_precision == "bf16"):
-            inputs = target.inputs(ids, dtype=drafter.dtype)
-            return trainee(captured, inputs, counted, teacher).loss
+            return trainee(captured, TARGET.inputs(ids, dtype=drafter.dtype), counted, teacher).loss
 
     return lambda: loss().backward()
 
@@ -142,16 +118,15 @@ def test_operations_of_a_row_are_those_of_a_real_step(checkpointing: bool) -> No
         return counter.get_total_flops()
 
     settings = TrainSection(ttt_steps=3, gradient_checkpointing=checkpointing, mixed_precision="no")
-    target = Target(make_target(hidden_size=64, intermediate_size=160, head_dim=16))
-    size = target_size(target.config, TargetSection(model=""))
-    unroll = row_flops(settings, SHAPE, target.config, size, True, TOKENS, COLUMNS)
+    size = target_size(TARGET.config, TargetSection(model=""))
+    unroll = row_flops(settings, SHAPE, TARGET.config, size, True, TOKENS, COLUMNS)
     step = micro_batch(settings.model_copy(update={"gradient_checkpointing": False}), 1)
     step()  # the first one of a process tries the kernels
     assert unroll == flops_of(step)
-    whole = row_flops(settings, SHAPE, target.config, size, False, TOKENS, COLUMNS)
+    whole = row_flops(settings, SHAPE, TARGET.config, size, False, TOKENS, COLUMNS)
     with sdpa_kernel(SDPBackend.MATH):
-        layers = flops_of(lambda: target.states(torch.ones(1, TOKENS, dtype=torch.long)))
-    masked = 7 * 4 * target.config.num_attention_heads * 16 * TOKENS * (TOKENS - 1) // 2
+        layers = flops_of(lambda: TARGET.states(torch.ones(1, TOKENS, dtype=torch.long)))
+    masked = 7 * 4 * TARGET.config.num_attention_heads * 16 * TOKENS * (TOKENS - 1) // 2
     assert whole - unroll == pytest.approx(layers - masked, rel=0.01)
 
 
@@ -162,8 +137,8 @@ def test_adamw_needs_one_more_copy_of_the_weights_on_a_gpu_alone(
     monkeypatch.setattr(measuring, "dry_run", lambda *_, **__: DryRun({}, 0))
     recipe = load_recipe(write_recipe(tmp_path, target_dir), [f"data.states={tmp_path}"])
     files = TargetFiles(recipe.target)
-    run = PlannedRun(recipe, files, SHAPE, files.size, [], [], Device("CPU", 10**12, True))
-    there = replace(run, device=Device("GPU", 10**12, is_cpu=False))
+    run = PlannedRun(recipe, files, SHAPE, files.size, [], [], Device("CPU", 10**12, "cpu"))
+    there = replace(run, device=Device("GPU", 10**12, "cuda"))
     here, elsewhere = (planned_memory(each)[measuring.UPDATE] for each in (run, there))
     assert (here, elsewhere) == (4 * run.parameters, 8 * run.parameters)
 
@@ -196,7 +171,7 @@ def test_a_plan_names_all_that_cannot_work_at_its_end(
     recipe_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     DraftVocab.full(320).save(recipe_path.parent / "run/draft_vocab.safetensors")
-    monkeypatch.setattr(planning, "device_here", lambda _: Device("NVIDIA tiny", 1_000_000, is_cpu=False))
+    monkeypatch.setattr(planning, "device_here", lambda _: Device("NVIDIA tiny", 1_000_000, "cuda"))
     with pytest.raises(UserError) as error:
         run_main(eagle3, recipe_path, "train.max_steps=null", "train.epochs=1", "train.warmup_steps=6", "--plan")
     for part in ("train.warmup_steps 6 is not shorter", "do not fit the 1.0 MB", "drafter.vocab_size asks for 160"):

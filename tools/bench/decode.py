@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.speculator import Speculator
 from draftsmith.models import feature_drafter
-from draftsmith.models.causal_lm import CausalLMDrafting, load_draft_model
+from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
@@ -275,7 +275,7 @@ def demo_bench(args: argparse.Namespace) -> tuple[Bench, list[list[int]]]:
         )
     speculator = Speculator.load(section, args.drafter)
     target, nodes = speculator.target, args.draft_tokens + 1
-    small = load_draft_model(TargetFiles(small_section))
+    small = TargetFiles(small_section).load(capture_layers=(0,))
     chain = TreeSection(policy="chain", nodes=nodes)
 
     bench = Bench(target, tuple(sorted(speculator.stop_ids)), args.new_tokens)

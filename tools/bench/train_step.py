@@ -219,9 +219,9 @@ def optimiser_of(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
 
 def ours(wanted: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.models.alignment import Documents, columns_of
-    from draftsmith.models.costs import device_here
     from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
     from draftsmith.models.prompt import DecoderInputs
+    from draftsmith.models.sizes import device_here
     from draftsmith.models.vocab import DraftVocab
     from draftsmith.train.attention.kernels import BLOCKS
     from draftsmith.train.loss.unroll import TrainingTimeTest, kernel_of, teacher_of

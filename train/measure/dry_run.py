@@ -2,7 +2,7 @@
 
 One micro-batch is run on fake tensors, without memory or arithmetic: the real unroll, with the real teacher and loss,
 forward and backward at the requested size. A meter counts the bytes that are alive, torch's counter the operations of
-matrix products. Formulas (`models.costs`) cover the target's pass, the optimiser, replay, and the process itself.
+matrix products. Formulas (`models.sizes`) cover the target's pass, the optimiser, replay, and the process itself.
 
 Shapes: B rows, T tokens, C counted columns, V target vocabulary, Vd draft vocabulary.
 """
@@ -23,13 +23,12 @@ from draftsmith.data_gen.states.store import length_of, taught_tokens
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.replay.replay import pass_tokens, replay_bytes
 from draftsmith.models.alignment import Columns, Run
-from draftsmith.models.context_limits import longest_row
-from draftsmith.models.costs import Device, Meter, TargetSize, attention_shapes, target_forward_bytes
 from draftsmith.models.drafter_base import DrafterConfig, FrozenHead
 from draftsmith.models.drafters import build_drafter, trainable_parameters
 from draftsmith.models.families import scaled_logits
+from draftsmith.models.sizes import Device, Meter, TargetSize, attention_shapes, target_forward_bytes
 from draftsmith.models.target import Target
-from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_files import TargetFiles, longest_row
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.eval import CHAINS
@@ -215,7 +214,7 @@ def planned_memory(run: PlannedRun) -> dict[str, float]:
     moment. On a GPU AdamW updates all parameters at once and needs one more copy. DeepSpeed's ZeRO updates float32
     pieces of its own beside the weights, which are in host memory, as the moments are, if they are offloaded.
     """
-    section, shape, size, on_cpu = run.recipe.train, run.shape, run.size, run.device.is_cpu
+    section, shape, size, on_cpu = run.recipe.train, run.shape, run.size, run.device.type == "cpu"
     whole, zero = 4 * run.parameters, section.zero_stage
     weights, adamw, gradients, gathered = whole, 2 * whole, whole, 0
     buckets = whole if run.processes > 1 else 0

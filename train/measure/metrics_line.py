@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 
 from draftsmith.train.loss.unroll import UnrollSums, simulated_tau
 
-# Keys of a line that depend on the machine and the moment. mfu: on GPUs with a known peak (`models.costs`).
+# Keys of a line that depend on the machine and the moment. mfu: on GPUs with a known peak (`models.sizes`).
 THROUGHPUT_KEYS = ("tokens_per_second", "columns_per_second", "data_wait", "memory_gib", "eta_seconds", "mfu")
 COUNTED = ("tokens", "columns")  # sums that become rates
 NOTHING: Mapping[str, float] = dict.fromkeys(COUNTED, 0.0)
@@ -71,11 +71,6 @@ class Tally:
             "accuracy": [round(value, 5) for value in accuracy],
             "simulated_tau": round(simulated_tau(accuracy), 4),
         }
-
-
-def counted_by_all(of_ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The counted sums over all ranks, from `Tally.of_ranks`."""
-    return {key: sum(sums[key] for sums in of_ranks) for key in COUNTED}
 
 
 class ThroughputMeter:

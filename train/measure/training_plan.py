@@ -6,11 +6,10 @@ from pathlib import Path
 import torch
 
 from draftsmith.data_gen.states.store import taught_tokens
-from draftsmith.data_gen.states.stored_target import stored_bytes
+from draftsmith.data_gen.states.stored_target import HEAD
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.checkpoint import shape_of_run
-from draftsmith.models.context_limits import bounded_rows
-from draftsmith.models.costs import (
+from draftsmith.models.sizes import (
     checkpoint_bytes,
     device_here,
     drafter_bytes,
@@ -21,10 +20,10 @@ from draftsmith.models.costs import (
     plan_memory,
     shared_out,
 )
-from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.command.inputs import made_by
+from draftsmith.models.target_files import TargetFiles, bounded_rows
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.plan import PlanLines, plural
+from draftsmith.recipes.command.stages import made_by
 from draftsmith.recipes.errors import collecting_problems
 from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.schema import Recipe
@@ -78,7 +77,8 @@ def _read(plan: PlanLines, recipe: Recipe, files: TargetFiles, processes: int) -
         plan.line("rejected", rejects.summary())
     if store is not None:
         plan.line("states", store.summary())
-        size = replace(size, weight_bytes=stored_bytes(store), weight_basis="its head and embeddings, exact")
+        head = store.manifest.files[HEAD]["bytes"]
+        size = replace(size, weight_bytes=head, weight_basis="its head and embeddings, exact")
     if recipe.train.shard_target:
         size = shared_out(size, processes)
     run = PlannedRun(recipe, files, shape, size, rows, validation_rows, device_here(recipe.target.device), processes)
@@ -135,7 +135,7 @@ def _time(run: PlannedRun, steps: int, tera_flops_per_second: float | None) -> t
     flops = float(steps * section.gradient_accumulation_steps * section.batch_size * of_row)
     if tera_flops_per_second is not None:
         reached, basis = tera_flops_per_second * 1e12, f"--flops {tera_flops_per_second:g}"
-    elif run.device.is_cpu:
+    elif run.device.type == "cpu":
         dtype = torch.bfloat16 if uses_bf16(section) else torch.float32
         most = min(2048, section.batch_size * max(1, columns)), min(4096, run.files.text_config.hidden_size)
         measured = matmul_flops_per_second(*most, dtype)

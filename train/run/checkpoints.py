@@ -14,22 +14,18 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.models.checkpoint import current_folder, differences
-from draftsmith.models.context_limits import longest_row
 from draftsmith.models.drafter_base import DrafterConfig
-from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.errors import UserError, first_line
+from draftsmith.models.target_files import TargetFiles, longest_row
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import sync_to_disk
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.files.reading import file_digest, file_entry, file_problem
 from draftsmith.recipes.schema import Recipe
 
 MANIFEST, STATE = "manifest.json", "trainer_state.json"
@@ -62,14 +58,14 @@ def best_of(directory: Path, values: Mapping[int, float]) -> tuple[Path, float] 
     for checkpoint in sorted(measured, key=lambda path: (values[step_of(path)], step_of(path)), reverse=True):
         if (problem := damage(checkpoint)) is None:
             return checkpoint, values[step_of(checkpoint)]
-        print(f"{checkpoint}: damaged ({problem}); skipped")
+        print(f"{problem}; {checkpoint.name} is skipped")
     return None
 
 
 def publish_checkpoint(partial: Path, state: Mapping[str, Any]) -> None:
     """Writes the state and the manifest beside the tensors, and gives the folder its name."""
     (partial / STATE).write_text(json.dumps(state, indent=2) + "\n")
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in partial.iterdir()}
+    files = {path.name: file_entry(path) for path in partial.iterdir()}
     (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
     sync_to_disk(partial)
     final = partial.with_suffix("")
@@ -77,18 +73,6 @@ def publish_checkpoint(partial: Path, state: Mapping[str, Any]) -> None:
         remove(final)
     os.replace(partial, final)
     sync_to_disk(final.parent, inside=False)
-
-
-@contextmanager
-def disk_errors_as_user_errors(partial: Path) -> Iterator[None]:
-    """Turns the errors of a full disk into a UserError. torch raises a RuntimeError from inline_container."""
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
-            raise
-        remedy = "make room, if the disk is full, and start again: training resumes from the last checkpoint"
-        raise UserError(f"{partial}: cannot be written ({first_line(error)}); {remedy}") from error
 
 
 def remove(checkpoint: Path) -> None:
@@ -107,20 +91,12 @@ def keep_last(directory: Path, count: int, also: Path | None) -> None:
 
 def damage(checkpoint: Path) -> str | None:
     """The first problem with a checkpoint's files; None: it is whole."""
-    name = MANIFEST
     try:
         promised = parse_json((checkpoint / MANIFEST).read_bytes())["files"]
-        sealed = {name: (entry["bytes"], entry["sha256"]) for name, entry in promised.items()}
-        for name, (size, digest) in sealed.items():
-            if (has := (checkpoint / name).stat().st_size) != size:
-                return f"{name} has {has:,} bytes instead of {size:,}"
-            if file_digest(checkpoint / name) != digest:
-                return f"{name} is not what was written (its sha256 differs)"
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} is not what was written"
-    return None
+        problems = (file_problem(checkpoint / name, entry, digest=True) for name, entry in promised.items())
+        return next(filter(None, problems), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{checkpoint / MANIFEST}: damaged: not what was written"
 
 
 def settle(directory: Path) -> None:
@@ -132,14 +108,13 @@ def settle(directory: Path) -> None:
     while checkpoints and (problem := damage(checkpoints[-1])):
         damaged[checkpoints.pop()] = problem
     if damaged and not checkpoints:
-        problems = [f"{checkpoint}: damaged: {problem}" for checkpoint, problem in damaged.items()]
         remedy = "delete the folder to start again, or choose another output_dir"
-        raise UserError([*problems, f"no checkpoint in {directory} can be resumed: {remedy}"])
+        raise UserError([*damaged.values(), f"no checkpoint in {directory} can be resumed: {remedy}"])
     for checkpoint, problem in damaged.items():
         aside = checkpoint.with_suffix(".damaged")
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(checkpoint, aside)
-        print(f"{checkpoint}: damaged: {problem}; set aside as {aside.name}, the one before is used")
+        print(f"{problem}; {checkpoint.name} is set aside as {aside.name}, the one before is used")
 
 
 def read_state(checkpoint: Path, identity: Mapping[str, Any], unknown: tuple[str, ...] = ()) -> dict[str, Any]:

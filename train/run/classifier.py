@@ -15,7 +15,7 @@ from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loader import dump_recipe, output_problem
+from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.sections.train import ClassifierSection
 
 # Rejected rows for each accepted one; it shifts the scale of the confidence. The paper does not say how many.
@@ -28,8 +28,6 @@ def main(command: Command) -> None:
     recipe, section, out = command.recipe, command.recipe.classifier, command.recipe.classifier_dir
     trees = Trees.read(recipe.classifier_rows_path)
     start = None if section.init_from is None else C2tClassifier.load(section.init_from)
-    if problem := output_problem(out, folder=True):
-        raise UserError(f"classifier.out: {problem}")
     if (out / "config.json").exists():
         read_c2t_config(out)  # a classifier is replaced, a drafter is not
     if command.plan:

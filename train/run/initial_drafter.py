@@ -15,7 +15,7 @@ from draftsmith.models.drafters import build_drafter, kind_text
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.errors import UserError, quoted
+from draftsmith.recipes.errors import UserError, naming_problems, quoted
 from draftsmith.recipes.sections.drafter import DrafterSection, LoraSection
 
 
@@ -55,12 +55,10 @@ def check_start(
     Raises:
         UserError: the drafter is missing, or differs in target, kind, shape or draft vocabulary.
     """
-    try:
+    with naming_problems("drafter.init_from: "):
         given, trained_for = read_drafter_config(directory)
         check_identity(directory, trained_for, identity)
         its_vocab = read_drafter_vocab(directory, given)
-    except UserError as error:
-        raise UserError([f"drafter.init_from: {problem}" for problem in error.problems]) from None
     has, wants = given.to_dict(), shape.to_dict()
     if isinstance(shape, type(given)):  # a config inherits those of the drafters that its own extends
         wants = {key: value for key, value in wants.items() if key in has}

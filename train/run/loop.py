@@ -18,7 +18,9 @@ import torch
 from accelerate.utils import gather_object
 from torch.profiler import record_function
 
+from draftsmith.data_gen.states.store import writing
 from draftsmith.data_gen.training_rows.rows import TrainingRow
+from draftsmith.eval.measurement.metrics import summarise
 from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.target import Target
 from draftsmith.recipes.command.progress import Bar
@@ -26,12 +28,11 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import sync_to_disk
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, add_noise, teacher_of
-from draftsmith.train.measure.metrics_line import COUNTED, Tally, ThroughputMeter, counted_by_all
+from draftsmith.train.measure.metrics_line import COUNTED, Tally, ThroughputMeter
 from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
 from draftsmith.train.run.checkpoints import (
     best_of,
     checkpoint_path,
-    disk_errors_as_user_errors,
     keep_last,
     list_checkpoints,
     publish_checkpoint,
@@ -45,8 +46,9 @@ from draftsmith.train.run.run_log import MetricsLog, Trackers, tracer
 from draftsmith.train.run.schedule import Schedule
 from draftsmith.train.run.state_sources import OnlineStates, StateSource
 from draftsmith.train.run.training_inputs import Inputs
-from draftsmith.train.run.validation_replay import ValidationReplay, replay_metrics
+from draftsmith.train.run.validation_replay import ValidationReplay
 
+RESUME = "start again: training resumes from the last checkpoint"
 LOSS_IS_NOT_FINITE = "its loss is not finite"
 # train.keep_best: the key of the lines of metrics that it compares.
 BEST_BY = {"simulated_tau": "validation_simulated_tau", "replay_tau": "replay_tau"}
@@ -296,12 +298,14 @@ class Loop:
         return found
 
     def replayed(self) -> dict[str, Any]:
-        """Acceptance along the answers of `replay`, which the ranks share."""
+        """Acceptance along the answers of `replay`, which the ranks share (`eval.measurement.metrics`)."""
         assert self.replay is not None
         rank, ranks = self.accelerator.process_index, self.schedule.ranks
         with self.engine.whole() as trainee, self.target.uneven_passes():
             rounds = self.replay.share(self.target, trainee.drafter, rank, ranks, self.states)
-        return replay_metrics(gather_object(rounds))
+        rounds = gather_object(rounds)
+        numbers = summarise(rounds, rounds, seed=0, sampled=True)
+        return {"replay_tau": numbers["tau"], "replay_accepted_by_position": numbers["acceptance_by_position"]}
 
     def _log(self, line: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:
@@ -320,7 +324,7 @@ class Loop:
     def _save(self, step: int) -> None:
         """Writes a checkpoint folder, whole or not at all."""
         partial, windows = checkpoint_path(self.checkpoints, step).with_suffix(".partial"), self.window.of_ranks()
-        with failing_together(), disk_errors_as_user_errors(partial):
+        with failing_together(), writing(partial, RESUME):
             self.engine.save(partial)
             if self.accelerator.is_main_process:
                 state = {"step": step, "identity": self.identity, "windows": windows, "waiting": self.waiting}
@@ -339,7 +343,8 @@ class Loop:
             if self.accelerator.is_main_process:
                 best = self.best()
                 keep_last(self.checkpoints, self.section.keep_checkpoints, best and best[0])
-        self.meter.start(counted_by_all(self.window.of_ranks()))
+        sums = self.window.of_ranks()
+        self.meter.start({key: sum(each[key] for each in sums) for key in COUNTED})
 
     def _resume(self) -> int:
         """Loads the last whole checkpoint, if there is one, and returns the number of steps done."""

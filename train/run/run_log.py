@@ -20,8 +20,7 @@ from accelerate import tracking
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import atomic_write
-from draftsmith.recipes.files.lines import append_line
+from draftsmith.recipes.files.atomic import append_line, atomic_write
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe
 

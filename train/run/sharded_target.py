@@ -14,8 +14,8 @@ import torch
 from torch import distributed, nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from draftsmith.models.costs import gigabytes, named_dtype
 from draftsmith.models.prompt import PlacedInsert
+from draftsmith.models.sizes import gigabytes, named_dtype
 from draftsmith.models.target import Target, decoder_layers
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError, collecting_problems

@@ -72,29 +72,21 @@ class OnlineStates(StateSource):
 class ShardOrder(BatchOrder):
     """The order of a store; `shard_of` is the shard of every row."""
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        batch_size: int,
-        seed: int,
-        shard_of: Sequence[int],
-        window_shards: int = WINDOW_SHARDS,
-    ):
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, shard_of: Sequence[int]):
         super().__init__(lengths, batch_size, seed)
-        self.window_shards = window_shards
         self.by_shard: dict[int, list[int]] = {}
         for row, shard in enumerate(shard_of):
             self.by_shard.setdefault(shard, []).append(row)
 
     def batches_of(self, epoch: int) -> list[list[int]]:
-        if len(self.by_shard) <= self.window_shards:
+        if len(self.by_shard) <= WINDOW_SHARDS:
             return super().batches_of(epoch)
         chance = random.Random(f"{self.seed}/{epoch}")
         shards = sorted(self.by_shard)
         chance.shuffle(shards)
         rows: list[int] = []
-        for start in range(0, len(shards), self.window_shards):
-            window = [row for shard in shards[start : start + self.window_shards] for row in self.by_shard[shard]]
+        for start in range(0, len(shards), WINDOW_SHARDS):
+            window = [row for shard in shards[start : start + WINDOW_SHARDS] for row in self.by_shard[shard]]
             chance.shuffle(window)
             rows += window
         batches = []

@@ -13,21 +13,20 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
-from draftsmith.data_gen.states.store import length_of, taught_tokens
+from draftsmith.data_gen.states.store import length_of, taught_tokens, writing
 from draftsmith.data_gen.states.stored_target import StoredTarget
 from draftsmith.models.chat import prompt_date
 from draftsmith.models.checkpoint import current_folder, provenance, save_drafter
-from draftsmith.models.context_limits import check_evaluation
-from draftsmith.models.costs import device_here
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_start
+from draftsmith.models.sizes import device_here
 from draftsmith.models.target import Target, device_name
-from draftsmith.models.target_files import TargetFiles
+from draftsmith.models.target_files import TargetFiles, check_evaluation
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.launch import rank, world_size
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
+from draftsmith.recipes.files.reading import file_digest
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.train import TrainSection
@@ -36,16 +35,16 @@ from draftsmith.train.measure.dry_run import row_flops
 from draftsmith.train.measure.training_plan import print_plan
 from draftsmith.train.run.accelerator import accelerator_of
 from draftsmith.train.run.batches import computed_tokens
-from draftsmith.train.run.checkpoints import digests_of, disk_errors_as_user_errors, run_identity, step_of
+from draftsmith.train.run.checkpoints import digests_of, run_identity, step_of
 from draftsmith.train.run.engine import Engine, trainee_of
 from draftsmith.train.run.initial_drafter import merge_lora, new_drafter
-from draftsmith.train.run.loop import Loop
+from draftsmith.train.run.loop import RESUME, Loop
 from draftsmith.train.run.processes import check_ranks_agree, failing_together
 from draftsmith.train.run.run_log import check_trackers
 from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_sharded
 from draftsmith.train.run.state_sources import OnlineStates, StateSource, StoredStates, store_identity
 from draftsmith.train.run.training_inputs import Inputs, read_inputs
-from draftsmith.train.run.validation_replay import ValidationReplay, check_best, check_replay
+from draftsmith.train.run.validation_replay import ValidationReplay, check_replay
 
 
 def main(command: Command) -> bool:
@@ -83,7 +82,11 @@ def build(recipe: Recipe, files: TargetFiles, profile_steps: int | None) -> Loop
     rows, validation_rows = inputs.rows, inputs.validation_rows
     _ = files.stop_ids  # raises for a target without one
     replay = ValidationReplay.of(recipe, files, validation_rows, inputs.vocab)
-    check_best(recipe.train.keep_best, validation_rows, replay)
+    if (best := recipe.train.keep_best) and (not validation_rows or (best == "replay_tau" and replay is None)):
+        raise UserError(
+            f"train.keep_best: {best}, but there are too few conversations to keep any for validation (a fifth at "
+            "most); leave it out"
+        )
     digests = digests_of(rows, validation_rows)
 
     set_seed(recipe.train.seed)
@@ -188,6 +191,6 @@ def save(loop: Loop) -> None:
             made_by["checkpoint"] = {"step": step_of(checkpoint), str(recipe.train.keep_best): tau}
             chosen = f", of step {step_of(checkpoint):,}, which has the best {recipe.train.keep_best}: {tau:.2f}"
         merge_lora(trained.drafter)
-        with disk_errors_as_user_errors(recipe.drafter_dir):
+        with writing(recipe.drafter_dir, RESUME):
             save_drafter(recipe.drafter_dir, trained.drafter, loop.target_identity, dump_recipe(recipe), made_by)
         print(f"drafter: {recipe.drafter_dir}{chosen}")

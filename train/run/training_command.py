@@ -13,9 +13,8 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError
 
 from draftsmith.recipes.command.cli import Command, parse_command
-from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.launch import check_all_started, rank, world_size
-from draftsmith.recipes.command.stages import print_next
+from draftsmith.recipes.command.stages import made_by, print_next, require_files
 from draftsmith.recipes.errors import UserError
 
 # The end of every --help.

@@ -13,8 +13,8 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab, load_metadata
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.held_out import validation_rank
 from draftsmith.recipes.prompts.prompt_reader import Rejects
+from draftsmith.recipes.prompts.records import validation_rank
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.run.initial_drafter import check_start
 from draftsmith.train.run.state_sources import store_of

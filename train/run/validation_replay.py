@@ -10,7 +10,6 @@ answer. No random numbers are drawn, so a run trains the same with replay and wi
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,7 +17,6 @@ from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.decoding.contenders import check_size
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.policies import PolicyProposer, TreePolicy, policy_of
-from draftsmith.eval.measurement.metrics import summarise
 from draftsmith.eval.replay.recorded_answers import RecordedAnswer
 from draftsmith.eval.replay.replay import StatesOf, replay
 from draftsmith.models.drafter_base import Drafter
@@ -107,18 +105,3 @@ class ValidationReplay:
         proposer = PolicyProposer(drafting_of(drafter, self.cut), self.policy)
         with torch.autocast(target.device.type, enabled=False):  # as decoding runs
             return replay(target, proposer, [answer for answer, _ in mine], self.batch_size, states_of=states_of)
-
-
-def check_best(keep_best: str | None, rows: Sequence[TrainingRow], replay: ValidationReplay | None) -> None:
-    """Raises UserError if train.keep_best compares checkpoints on validation rows, or replay, that are not there."""
-    if keep_best is not None and (not rows or (keep_best == "replay_tau" and replay is None)):
-        raise UserError(
-            f"train.keep_best: {keep_best}, but there are too few conversations to keep any for validation (a fifth at "
-            "most); leave it out"
-        )
-
-
-def replay_metrics(generations: Sequence[Generation]) -> dict[str, Any]:
-    """The keys that replay adds to a line of metrics.jsonl; `eval.measurement.metrics` defines both numbers."""
-    numbers = summarise(generations, generations, seed=0, sampled=True)
-    return {"replay_tau": numbers["tau"], "replay_accepted_by_position": numbers["acceptance_by_position"]}

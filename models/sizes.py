@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import torch
@@ -56,7 +56,6 @@ class TargetSize:
     parameters: int  # shared ones (tied embeddings) once
     expert_parameters: int
     active_parameters: int  # read for one token: chosen experts only, no embeddings, no vision part
-    head_parameters: int  # V * H
     weight_bytes: float
     weight_basis: str  # the source of weight_bytes, as text
     dtype: torch.dtype  # of activations
@@ -106,7 +105,6 @@ def target_size(config: Any, section: TargetSection) -> TargetSize:
         parameters=parameters,
         expert_parameters=experts,
         active_parameters=parameters - vision - shared - unread,
-        head_parameters=head.numel(),
         weight_bytes=weight_bytes,
         weight_basis=basis,
         dtype=dtype,
@@ -274,11 +272,7 @@ class Device:
 
     name: str
     memory_bytes: int
-    is_cpu: bool
-
-    @property
-    def type(self) -> str:
-        return "cpu" if self.is_cpu else "cuda"
+    type: Literal["cpu", "cuda"]
 
     @property
     def peak_flops(self) -> float | None:
@@ -291,11 +285,11 @@ def device_here(wanted: str = "auto") -> Device:
     device = torch.device(device_name(wanted))
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return Device(properties.name, properties.total_memory, is_cpu=False)
+        return Device(properties.name, properties.total_memory, "cuda")
     memory, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")  # the container's, if smaller
     if limit.exists() and (text := limit.read_text().strip()).isdecimal():
         memory = min(memory, int(text))
-    return Device(f"CPU, {_threads()}", memory, is_cpu=True)
+    return Device(f"CPU, {_threads()}", memory, "cpu")
 
 
 def hardware(device: torch.device) -> str:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from draftsmith.models.blocked import BlockedLinear, able, block_linears
+from draftsmith.models.onednn_linear import BlockedLinear, able, block_linears
 from tests.thinning import pairwise
 
 needs_them = pytest.mark.skipif(not able(torch.float32), reason="needs torch's oneDNN operations")

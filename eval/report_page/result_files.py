@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.eval.measurement.metrics import BOOTSTRAP_SAMPLES
-from draftsmith.eval.report_page.html import build_html, choose_answers, choose_images
+from draftsmith.eval.report_page.html import build_html
 from draftsmith.eval.report_page.summary import advice, equality, fastest, interval, notes, number, parts_of
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
@@ -44,7 +44,6 @@ def metrics_path(recipe: Recipe) -> Path:
 
 # Files.
 
-SHOWN_ANSWERS = 12  # token by token in report.html
 UNDRAFTED = {"proposer": None, "drafter": None, "tree": None, "lossless": True}
 
 
@@ -115,12 +114,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def write_report(recipe: Recipe) -> Path:
     """Writes report.html from the files in eval.out. Returns its path."""
     acceptance, metrics = read_acceptance(recipe.eval_out / "acceptance.json"), read_metrics(metrics_path(recipe))
-    path, answers, images = generations_path(recipe), list[dict[str, Any]](), list[dict[str, Any]]()
-    if path.exists():
-        answers = choose_answers(path, acceptance["contender"], SHOWN_ANSWERS)
-        images = choose_images(path, list(acceptance["contenders"]), answers)
     written = recipe.eval_out / "report.html"
-    atomic_write(written, build_html(acceptance, metrics, answers, images))
+    atomic_write(written, build_html(acceptance, metrics, generations_path(recipe)))
     return written
 
 

@@ -1,7 +1,8 @@
-"""Files that users bring: named by a pattern, and packed by gzip."""
+"""Reads files: named by a pattern, packed by gzip, known again by their size and sha256."""
 
 import glob
 import gzip
+import hashlib
 import io
 import zlib
 from pathlib import Path
@@ -37,3 +38,29 @@ def open_bytes(path: str | Path) -> IO[bytes]:
 def open_text(path: str | Path, **form: Any) -> io.TextIOWrapper:
     """As `open_bytes`, decoded by the arguments of TextIOWrapper."""
     return io.TextIOWrapper(open_bytes(path), **form)
+
+
+def file_digest(path: Path) -> str:
+    """Its sha256."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """Size and sha256 of a file that was written, for a manifest."""
+    return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+
+
+def file_problem(path: Path, entry: dict[str, Any], digest: bool = False) -> str | None:
+    """What is wrong with a file of this `file_entry`, or None. Compares its size and, with `digest`, its sha256."""
+    try:
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return f"{path}: damaged: {size:,} bytes instead of {entry['bytes']:,}"
+        if digest and file_digest(path) != entry["sha256"]:
+            return f"{path}: damaged: not what was written (its sha256 differs)"
+    except OSError as error:
+        return f"{path}: damaged: {error.strerror.lower() if error.strerror else error}"
+    return None

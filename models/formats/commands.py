@@ -13,12 +13,12 @@ from draftsmith.models.formats import hub_push, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, ServingEngine
 from draftsmith.models.formats.exporting import Source, able_engines, check_engine, export, readers, source_to_train
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.foreign import format_of, import_drafter, read_for
+from draftsmith.models.formats.importing import format_of, import_drafter, read_for
 from draftsmith.models.gguf_target import gguf_file, with_weights
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.command.inputs import made_by, require_files
 from draftsmith.recipes.command.plan import PlanLines
+from draftsmith.recipes.command.stages import made_by, require_files
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import current_folder
 from draftsmith.recipes.schema import Recipe

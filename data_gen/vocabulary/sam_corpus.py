@@ -1,4 +1,4 @@
-"""The static automaton of a corpus, behind data_gen/build_sam.py."""
+"""Sorts a corpus into the static automaton of SAM-Decoding, behind data_gen/build_sam.py."""
 
 import hashlib
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.data_gen.vocabulary.corpus_reader import ANSWERS, Tokeniser, check_sources, files_of
-from draftsmith.models.costs import device_here, gigabytes, plan_memory
+from draftsmith.models.sizes import device_here, gigabytes, plan_memory
 from draftsmith.models.suffix_automaton import MOST_TOKENS, StaticAutomaton, corpus_tokens
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
@@ -27,7 +27,7 @@ def main(command: Command) -> None:
     recipe = command.recipe
     files = TargetFiles(recipe.target)
     if command.plan:
-        print_automaton_plan(recipe, files.text_config.vocab_size)
+        print_sorting_plan(recipe, files.text_config.vocab_size)
     else:
         with alone_in(recipe.sam_path.parent):
             sort_corpus(recipe, files)
@@ -43,7 +43,7 @@ def sources_of(recipe: Recipe, look: bool) -> list[RankingSource]:
     return [answers if source.source == ANSWERS else source for source in named]
 
 
-def print_automaton_plan(recipe: Recipe, vocab_size: int) -> None:
+def print_sorting_plan(recipe: Recipe, vocab_size: int) -> None:
     total = 0
     with PlanLines() as plan:
         for section in sources_of(recipe, look=False):
