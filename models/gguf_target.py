@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from draftsmith.models.layers import rotary
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import atomic_folder, atomic_write
+from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.files.reading import file_digest
 
 CACHE = Path(HF_HOME) / "draftsmith"
