@@ -121,8 +121,8 @@ def test_it_is_converted_once_until_it_changes(tmp_path: Path, capsys: pytest.Ca
     again.load_model()
     assert capsys.readouterr().out == ""
     assert again.identity["gguf"] == first.identity["gguf"]
-    changed: dict[str, Any] = {"llama.rope.freq_base": 500000.0}
-    write_target(path, **changed)
+    base: dict[str, Any] = {"llama.rope.freq_base": 500000.0}
+    write_target(path, **base)
     changed = files_at(path)
     assert changed.config.rope_parameters["rope_theta"] == 500000.0
     assert changed.identity["gguf"] != first.identity["gguf"]
