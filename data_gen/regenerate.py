@@ -27,12 +27,14 @@ from draftsmith.recipes.errors import UserError
 def main() -> None:
     command = parse_command(__doc__)
     if command.recipe.data.prompts is None:
-        raise UserError("data.prompts: not given; name a file, `hf:org/name`, or data.reprompt.sources")
+        raise UserError("data.prompts: not given; name a file, `hf:org/name`, `self`, or data.reprompt.sources")
     path = command.recipe.conversations_path
     if path.suffix.lower() not in (".jsonl", ".json"):  # what training reads as JSON lines
         raise UserError(f"data.conversations: {path}: regenerate writes JSON lines; name a .jsonl file")
-    if command.recipe.reprompts:
-        require_files(made_by("reprompt", command.recipe))
+    recipe = command.recipe
+    for stage, wanted in (("reprompt", recipe.reprompts), ("self-prompt", recipe.prompts_itself)):
+        if wanted:
+            require_files(made_by(stage, recipe))
     from draftsmith.data_gen.answers import regeneration
 
     if regeneration.main(command):

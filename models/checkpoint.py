@@ -147,12 +147,14 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
     """Raises UserError with every difference for a drafter made for another target.
 
     Models are moved and copied, so name and revision are not compared. A drafter can be measured with a fine-tuned or
-    quantised target and adapted to it, so adapter and quantisation are not compared, either.
+    quantised target and adapted to it, so adapter and quantisation are not compared, either; nor is a GGUF file, whose
+    embeddings and tokenizer are.
     """
     different = [
         f"{key}: the drafter was trained for {quoted(trained_for.get(key))}, this target has {here[key]!r}"
         for key in here
-        if key not in ("model", "revision", "adapter", "quantization", "guidance") and trained_for.get(key) != here[key]
+        if key not in ("model", "revision", "gguf", "adapter", "quantization", "guidance")
+        and trained_for.get(key) != here[key]
     ]
     if different:
         raise UserError(

@@ -29,6 +29,7 @@ from transformers.utils.hub import cached_file
 
 from draftsmith.models.chat import attach, listed_stops, set_template, tokenizer_fingerprint
 from draftsmith.models.families import attention_kinds, auto_class, positions_text, rotations, usable_positions
+from draftsmith.models.gguf_target import gguf_digest, gguf_file, with_weights, without_weights
 from draftsmith.models.guidance import GuidedTarget
 from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.picture_prompts import PictureProcessor
@@ -74,6 +75,22 @@ class TargetFiles:
         _ = files.config, files.fingerprint
         return files
 
+    # Where they are.
+
+    @cached_property
+    def gguf(self) -> Path | None:
+        """The GGUF file that the section names; None: a folder or a Hub id."""
+        return gguf_file(self.section.model)
+
+    @cached_property
+    def place(self) -> str:
+        """The folder or Hub id of all files but the weights."""
+        return self.section.model if self.gguf is None else without_weights(self.gguf)
+
+    @cached_property
+    def weights_place(self) -> str:
+        return self.section.model if self.gguf is None else with_weights(self.gguf, self.dtype)
+
     # The config.
 
     @cached_property
@@ -87,7 +104,7 @@ class TargetFiles:
             )
         self._check_there()
         try:
-            config = AutoConfig.from_pretrained(model, **self._where)
+            config = AutoConfig.from_pretrained(self.place, **self._where)
         except StrictDataclassError as error:
             wrong = str(error.__cause__ or first_line(error)).partition(". Errors: ")[0]
             raise UserError(
@@ -189,7 +206,7 @@ class TargetFiles:
         """A copy as it is stored, without the recipe's changes. LLaVA's takes the processor's chat template."""
         model, _ = self.section.model, self.config  # which tokenizers read, too
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model, **self._where)
+            tokenizer = AutoTokenizer.from_pretrained(self.place, **self._where)
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise UserError(
                 f"target.model: cannot load a tokenizer from {model!r} ({first_line(error)}); are the target's "
@@ -197,7 +214,7 @@ class TargetFiles:
             ) from error
         if not tokenizer.chat_template:
             with suppress(OSError, ValueError, KeyError):  # no such file, or none that can be read
-                processor = ProcessorMixin.get_processor_dict(model, revision=self.section.revision)[0]
+                processor = ProcessorMixin.get_processor_dict(self.place, revision=self.section.revision)[0]
                 tokenizer.chat_template = processor.get("chat_template")
         return tokenizer
 
@@ -216,7 +233,7 @@ class TargetFiles:
         """Raises UserError also for an eos_token_id that is no token id."""
         model = self.section.model
         try:
-            config = GenerationConfig.from_pretrained(model, revision=self.section.revision or "main")
+            config = GenerationConfig.from_pretrained(self.place, revision=self.section.revision or "main")
         except OSError:  # no generation_config.json
             config = GenerationConfig.from_model_config(self.config)
         if wrong := [i for i in listed_stops(config.eos_token_id) if type(i) is not int]:
@@ -262,6 +279,7 @@ class TargetFiles:
         """What the recipe changes in the checkpoint's weights or its law, by name."""
         guidance = self.section.guidance
         return {
+            "gguf": self.gguf and gguf_digest(self.gguf),
             "adapter": adapter_digest(self.section),
             "quantization": precision_name(self.section.quantization),
             "guidance": guidance and f"scale {guidance.scale:g}, {guidance.null}",
@@ -330,7 +348,7 @@ class TargetFiles:
         getattr(logging, "set_tqdm_hook", lambda hook: None)(_bar)
         try:
             loaded, report = auto_class(config).from_pretrained(
-                section.model,
+                self.weights_place,
                 **self._where,
                 dtype=section.dtype if section.dtype == "auto" else getattr(torch, section.dtype),
                 use_safetensors=True,
@@ -362,7 +380,7 @@ class TargetFiles:
     def _file(self, name: str) -> str | None:
         """A file, downloaded where it is on the Hub; None: there is none of this name."""
         revision = self.section.revision
-        return cached_file(self.section.model, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        return cached_file(self.weights_place, name, revision=revision, _raise_exceptions_for_missing_entries=False)
 
     @property
     def _where(self) -> dict[str, Any]:
@@ -370,16 +388,9 @@ class TargetFiles:
         return {"revision": self.section.revision, "trust_remote_code": self.section.trust_remote_code}
 
     def _check_there(self) -> None:
-        """Raises UserError for a model that is neither here nor on the Hub, and for GGUF."""
-        model = self.section.model
-        path = Path(model)
-        if path.suffix.lower() == ".gguf" or (any(path.glob("*.gguf")) and not (path / "config.json").exists()):
-            raise UserError(
-                f"target.model: {model!r} is GGUF, which is not read here; name the folder or Hub id of the model that "
-                "it was converted from, with config.json, tokenizer and safetensors (target.quantization gives it few "
-                "bits)"
-            )
-        check_model(model, self.section.revision)
+        """Raises UserError for a model that is neither here nor on the Hub."""
+        if self.gguf is None:
+            check_model(self.section.model, self.section.revision)
 
     def _why_not_loaded(self, error: Exception) -> str:
         model = self.section.model

@@ -83,6 +83,23 @@ def _turn_ends(tokenizer: PreTrainedTokenizerBase, named: frozenset[int]) -> Tur
     return TurnEnds(stops, usual, first if found else None, behind)
 
 
+def user_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """(what stands before a user's question, system turn included; the special token that ends the question).
+
+    Raises UserError for templates that show no such place.
+    """
+    asked = [[{"role": "user", "content": text}] for text in ("Go", "12")]
+    opening, behind = _shared(tokenizer, 1, *asked), _shared(tokenizer, -1, *asked)
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = next((i for i in behind if not is_blank(tokenizer, [i])), None)
+    if not opening or ends not in special:
+        raise UserError(
+            "data.prompts: self: the chat template does not end a user's turn with a special token, so the target's "
+            "own questions would have no end; name a file of prompts"
+        )
+    return opening, ends
+
+
 def _shared(tokenizer: PreTrainedTokenizerBase, step: int, *conversations: list[dict[str, Any]]) -> list[int]:
     """What two conversations begin with (`step` 1) or end with (-1), alike; empty where that does not show."""
     try:

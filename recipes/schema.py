@@ -17,7 +17,7 @@ from draftsmith.recipes.sections.eval import EvalSection, ExportSection
 from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.recipes.sections.train import ClassifierSection, LabelSection, TrainSection, published_training
 
-PICTURE_PROMPTS = "prompts.jsonl"
+PICTURE_PROMPTS, SELF_PROMPTS = "prompts.jsonl", "self_prompts.jsonl"
 
 
 class RunPath:
@@ -47,6 +47,7 @@ class Recipe(Section):
 
     conversations_path = RunPath("conversations.jsonl", "data.conversations")
     picture_prompts_path = RunPath(PICTURE_PROMPTS, "data.reprompt.out")
+    self_prompts_path = RunPath(SELF_PROMPTS)
     training_rejects_path = RunPath("conversations.training_rejects.jsonl")  # without a training row, with the reason
     contamination_path = RunPath("contamination.jsonl")  # training conversations with questions of eval.prompts
     draft_vocab_path = RunPath("draft_vocab.safetensors")
@@ -75,14 +76,19 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _prompts_of_reprompt(cls, values: Any) -> Any:
-        """data.prompts are the file that reprompt writes, if nothing else is given."""
+    def _own_prompts(cls, values: Any) -> Any:
+        """In data.prompts, `self` stands for the file of self-prompt; if nothing is given, that of reprompt is read."""
         data, output = values.get("data") or {}, values.get("output_dir")
-        reprompt = data.get("reprompt") if isinstance(data, dict) else None
-        if not isinstance(reprompt, dict) or reprompt.get("sources") is None or not isinstance(output, str):
+        if not isinstance(data, dict) or not isinstance(output, str):
             return values
-        prompts = reprompt.get("out") or str(Path(output) / PICTURE_PROMPTS)
-        return {**values, "data": {**data, "prompts": data.get("prompts") or prompts}}
+        prompts, reprompt = data.get("prompts"), data.get("reprompt")
+        if not prompts and isinstance(reprompt, dict) and reprompt.get("sources") is not None:
+            prompts = reprompt.get("out") or str(Path(output) / PICTURE_PROMPTS)
+        own = str(Path(output) / SELF_PROMPTS)
+        if isinstance(prompts, list):
+            prompts = [own if name == "self" else name for name in prompts]
+        prompts = own if prompts == "self" else prompts
+        return values if prompts == data.get("prompts") else {**values, "data": {**data, "prompts": prompts}}
 
     @model_validator(mode="after")
     def _trainable(self) -> "Recipe":
@@ -141,6 +147,11 @@ class Recipe(Section):
     def reprompts(self) -> bool:
         """Whether the prompts for training are those that reprompt writes."""
         return self.data.reprompt.sources is not None and str(self.picture_prompts_path) in as_list(self.data.prompts)
+
+    @property
+    def prompts_itself(self) -> bool:
+        """Whether the target writes prompts for training."""
+        return str(self.self_prompts_path) in as_list(self.data.prompts)
 
     @property
     def static_sams(self) -> list[Path]:

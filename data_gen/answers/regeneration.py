@@ -70,7 +70,7 @@ def main(command: Command) -> int:
                 with open_servers(recipe, settings, files) as servers:
                     plan.line("servers", f"reached, and serving {servers.connect(ask=False)}; nothing was asked")
         return 0
-    with ConversationLog(path, identity) as log, _sigterm_exits():
+    with ConversationLog(path, identity) as log, sigterm_exits():
         todo = not_done(conversations, log.content)
         done = len(conversations) - len(todo)
         if others := len(log.content.done) - done:
@@ -185,7 +185,7 @@ def _summary(counts: Counter[str], settings: GenerationSettings, seconds: float)
 
 
 @contextlib.contextmanager
-def _sigterm_exits() -> Iterator[None]:
+def sigterm_exits() -> Iterator[None]:
     """Ends the run on SIGTERM as on Ctrl-C, with exit code 143: answers are written and the summary is printed."""
 
     def leave(*_: object) -> None:

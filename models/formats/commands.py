@@ -14,6 +14,7 @@ from draftsmith.models.formats.engines import ENGINES, ServingEngine
 from draftsmith.models.formats.exporting import Source, able_engines, check_engine, export, readers, source_to_train
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.importing import format_of, import_drafter, read_for
+from draftsmith.models.gguf_target import gguf_file, with_weights
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
@@ -64,7 +65,8 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         return
 
     dtype = None if section.dtype == "trained" else getattr(torch, section.dtype)
-    target_gguf = command.target_gguf
+    own = None if not Path(target_name).exists() else gguf_file(target_name)
+    target_gguf = command.target_gguf or (own if engine.format == "gguf" else None)
     if command.with_target:
         target_gguf = out / llama_cpp.TARGET
         llama_cpp.convert_target(source.target, command.with_target, target_gguf, dtype)
@@ -84,7 +86,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         plan.line("uploaded", hub_push.push(out, repo_id, command.private, command.revision, message))
     if note := cards.before_serving(source, target_name):
         print(f"note: {note}")
-    served = str(target_gguf or cards.served_target(source, target_name))
+    served = str(target_gguf or cards.served_target(source, with_weights(own, torch.float32) if own else target_name))
     for other in serves:
         print(f"{other.title}:\n  {other.command(source.shape, served, folder)}")
     if recipe is not None and recipe.target.dtype == "float32" and engine.name == "vllm":
@@ -107,6 +109,10 @@ def _check_options(command: Command, source: Source, engine: ServingEngine) -> N
         llama_cpp.package()
     if checkout and source.target.get("adapter"):
         raise UserError("--with-target: would convert the target without its adapter; convert the merged target")
+    if checkout and str(source.target["model"]).lower().endswith(".gguf"):
+        raise UserError(
+            "--with-target: the target is a GGUF file already, which llama.cpp reads as it is; leave it out"
+        )
     if checkout and not (checkout / llama_cpp.CONVERTER).is_file():
         raise UserError(
             f"--with-target {checkout}: no {llama_cpp.CONVERTER} there; name the folder of llama.cpp's sources"

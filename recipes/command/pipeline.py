@@ -4,10 +4,11 @@
     draftsmith run recipes/demo.yaml output_dir=runs/try data.max_prompts=40 train.max_steps=20 train.warmup_steps=2
     draftsmith run recipes/demo.yaml --plan             # which stages are done, and what the others would do
 
-The stages are `draftsmith regenerate`, `rank-vocab`, `train` and `evaluate`. A recipe may add others: `reprompt` before
-them if it names data.reprompt.sources, `capture` if it names data.states, C2T's two if a tree uses the classifier that
-the recipe trains, `build-sam` if a contender looks in the corpus that the recipe sorts, and `export` if it names
-export.to. Each stage is also a separate command. After Ctrl-C or a kill, the same command continues.
+The stages are `draftsmith regenerate`, `rank-vocab`, `train` and `evaluate`. A recipe may add others: `self-prompt`
+before them if data.prompts names `self`, `reprompt` if it names data.reprompt.sources, `capture` if it names
+data.states, C2T's two if a tree uses the classifier that the recipe trains, `build-sam` if a contender looks in the
+corpus that the recipe sorts, and `export` if it names export.to. Each stage is also a separate command. After Ctrl-C or
+a kill, the same command continues.
 
 <output_dir>/stages.json records the inputs of each stage. A stage runs again if a setting that affects its result has
 changed, or the content of a file that it reads or wrote. The printed list of stages gives the reason. Hub datasets, and
@@ -57,7 +58,7 @@ def main() -> None:
         code = _call([stage, *words])
         if command.plan and code in (0, 2):  # all stages say what cannot work
             refused += [stage] * (code == 2)
-            if stage == "reprompt":
+            if stage in ("reprompt", "self-prompt"):
                 print("\nThe other stages can be planned once it has written the prompts.")
                 break
             continue
@@ -108,8 +109,9 @@ def _check_prompts_stay(recipe: Recipe, stages: list[str]) -> None:
     if "regenerate" not in stages or remembered is None or not trained:
         return
     files = {_name(recipe, file): file for file in local_sources(recipe.data.prompts) if file.is_file()}
-    # Before reprompt has run again, its file is still the old one.
-    others_follow = recipe.reprompts and why_not_done(recipe, "reprompt") not in (None, "not done yet")
+    # Before the stage that writes them has run again, their file is still the old one.
+    writers = {"reprompt", "self-prompt"}.intersection(stages)
+    others_follow = any(why_not_done(recipe, stage) not in (None, "not done yet") for stage in writers)
     same = not others_follow and all(_is_same(file, remembered["files"].get(name)) for name, file in files.items())
     if not same or remembered["settings"] != _digest(_settings(recipe, "regenerate")):
         raise UserError(

@@ -61,7 +61,7 @@ class Stage(Script):
 IRRELEVANT = {
     "target": {"device"},
     "data": {
-        **dict.fromkeys(("capture", "contamination", "states", "ranking", "reprompt", "sam"), True),
+        **dict.fromkeys(("capture", "contamination", "states", "ranking", "reprompt", "sam", "self_prompts"), True),
         "generator": {"batch_size", "concurrency", "timeout_seconds", "base_urls", "api_key_env", "drafter"},
     },
     "train": {"trackers", "log_every_steps", "save_every_steps", "keep_checkpoints"},
@@ -100,8 +100,10 @@ def local_sources(sources: str | list[str] | None) -> list[Path]:
 
 
 def files_of_model(place: str | None) -> list[Path]:
-    """The files of a model in a local folder, in order; of the Hub's, none."""
-    return sorted(file for kind in ("json", "jinja", "safetensors") for file in Path(place or "none").glob(f"*.{kind}"))
+    """A model's file, or its files in a local folder, in order; of the Hub's, none."""
+    path = Path(place or "none")
+    kinds = ("json", "jinja", "safetensors", "gguf")
+    return [path] if path.is_file() else sorted(file for kind in kinds for file in path.glob(f"*.{kind}"))
 
 
 def files_of_target(recipe: Recipe) -> list[Path]:
@@ -151,6 +153,15 @@ STAGES = {
         settings=lambda recipe: ["data.reprompt"],
         reads=lambda recipe: local_sources(recipe.data.reprompt.sources),
         writes=lambda recipe: [recipe.picture_prompts_path],
+    ),
+    "self-prompt": Stage(
+        "data_gen/self_prompt.py",
+        "let the target write the prompts",
+        makes="data.prompts",
+        wanted_if=lambda recipe: recipe.prompts_itself,
+        settings=lambda recipe: ["target", "data.self_prompts"],
+        reads=lambda recipe: [],
+        writes=lambda recipe: [recipe.self_prompts_path],
     ),
     "regenerate": Stage(
         "data_gen/regenerate.py",

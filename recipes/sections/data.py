@@ -145,11 +145,24 @@ class RepromptSection(Section):
     """File to write. Default: <output_dir>/prompts.jsonl."""
 
 
+class SelfPromptsSection(Section):
+    """Prompts that the target writes, where data.prompts names `self` (data_gen/self_prompt.py)."""
+
+    count: Count = 1000
+    """Prompts to write."""
+    temperature: Positive = 1.0
+    top_p: Number = Field(default=1.0, gt=0, le=1)
+    seed: Seed = 0
+    max_new_tokens: Count = 256
+    """A prompt that is not at its end by then is left out."""
+
+
 class DataSection(Section):
     prompts: str | list[str] | None = None
     """Conversations whose questions the target answers: a .jsonl, .json, .csv, .tsv (each also .gz) or .parquet file, a
-    folder of such files or a pattern (parts/*.jsonl), or a dataset as `hf:org/name[:split]` or
-    `hf:org/name:config:split`. Default: the file that reprompt writes, if reprompt.sources is set."""
+    folder of such files or a pattern (parts/*.jsonl), a dataset as `hf:org/name[:split]` or `hf:org/name:config:split`,
+    or `self`: the target writes them (data.self_prompts). Default: the file that reprompt writes, if reprompt.sources
+    is set."""
     max_prompts: Count | None = None
     """Most conversations to read; dropped duplicates do not count."""
     duplicates: Literal["drop", "keep"] = "drop"
@@ -161,6 +174,7 @@ class DataSection(Section):
     Training leaves longer conversations out and counts them."""
     contamination: Annotated[Literal["list", "remove", "off"], OrOff] = "list"
     """Training conversations that ask a question of eval.prompts: list and count them, leave them out, or skip this."""
+    self_prompts: SelfPromptsSection = SelfPromptsSection()
     reprompt: RepromptSection = RepromptSection()
     generator: GeneratorSection = GeneratorSection()
     ranking: RankingSection = RankingSection()

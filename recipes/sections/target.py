@@ -60,7 +60,7 @@ class GuidanceSection(Section):
 
 class TargetSection(Section):
     model: str
-    """Hugging Face id or local directory of the causal LM to draft for."""
+    """The causal LM to draft for: a Hugging Face id, a directory, or a GGUF file (docs/prompts-and-answers.md)."""
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub."""
     adapter: str | None = None
