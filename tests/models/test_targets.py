@@ -343,15 +343,12 @@ def test_forms_of_a_checkpoint_that_are_refused(tmp_path: Path) -> None:
     for name, content in (
         ("torn/model.safetensors", torn),
         ("pickled/pytorch_model.bin", b"PK"),
-        ("gguf/x.gguf", b"GGUF"),
         ("adapter/adapter_config.json", b'{"peft_type": "LORA"}'),
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     for name, reason in {
         "pickled": r"pickled weights only \(pytorch_model.bin\)",
-        "gguf/x.gguf": "is GGUF",
-        "gguf": "is GGUF",
         "": "has no config.json",
         "adapter": "target.adapter",
         "headless": r"lacks 1 of its tensors \(lm_head.weight\)",
