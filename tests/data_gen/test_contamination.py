@@ -24,7 +24,7 @@ from draftsmith.recipes.sections.data import DataSection
 from draftsmith.recipes.sections.eval import EvalSection
 from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.run import training_inputs
-from tests.replay_cases import write_lines
+from tests.evaluation_cases import write_lines
 from tests.training_runs import run_main
 
 chance = random.Random(0)

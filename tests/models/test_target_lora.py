@@ -19,7 +19,7 @@ from draftsmith.models.target_lora import CONFIG, WEIGHTS, adapter_digest
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import make_target
-from tests.replay_cases import conversation, write_lines
+from tests.evaluation_cases import conversation, write_lines
 
 
 def write_adapter(directory: Path, model: Any, **settings: Any) -> Path:
