@@ -439,6 +439,5 @@ def test_what_cannot_be_asked_or_loaded_is_said(target_dir: Path, drafter_dir: P
     with pytest.raises(UserError, match="no drafter here"):
         Speculator.load(str(target_dir), tmp_path)
     save_token_counts(tmp_path / "foreign", torch.arange(VOCAB_SIZE), "another's", [4])
-    for counts, message in (("none", "no such token counts"), ("foreign", "token_counts: .* was counted with a")):
-        with pytest.raises(UserError, match=message):
-            Speculator.load(str(target_dir), drafter_dir, tmp_path / counts)
+    with pytest.raises(UserError, match=r"token_counts: .* was counted with a"):
+        Speculator.load(str(target_dir), drafter_dir, tmp_path / "foreign")

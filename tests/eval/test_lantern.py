@@ -260,16 +260,13 @@ def test_rows_of_codes_are_pictures_and_anything_else_is_none(place: Path) -> No
     assert images.codes([*tokens[:3], end, tokens[3]]) is None
 
 
-def test_impossible_sources_of_neighbours_are_named(place: Path, target_dir: Path, tmp_path: Path) -> None:
-    def refused(said: str, neighbours: object, *settings: str) -> None:
-        rule = f"eval.acceptance={{rule: lantern, neighbours: {neighbours}}}"
-        recipe = load_recipe(str(place / "recipe.yaml"), [rule, *settings])
+def test_impossible_sources_of_neighbours_are_named(place: Path, tmp_path: Path) -> None:
+    def refused(said: str, path: Path) -> None:
+        recipe = load_recipe(str(place / "recipe.yaml"), [f"eval.acceptance={{rule: lantern, neighbours: {path}}}"])
         with pytest.raises(UserError, match=said):
             check_contenders(recipe, TargetFiles.read(recipe.target), contenders_of(recipe))
 
     path = tmp_path / "codes.safetensors"
-    refused("has no codebook of its own", "codebook", f"target={{model: {target_dir}}}")
-    refused("is no file; write codebook, embedding", "embeddings")
     path.write_text("no tensors")
     refused("neighbours: .*not a readable safetensors file", path)
     vectors, ids = torch.zeros(3, 2), torch.arange(3)

@@ -107,21 +107,16 @@ class Odd(Table):
         super().__init__(seed, vocab_size)
         self.kinds = kinds
 
-    def row(self, path: Nodes) -> torch.Tensor:
-        if path not in self.known:
-            chance = random.Random(f"odd {self.seed} {path}")
-            kind, row, half = chance.choice(self.kinds), super().row(path).clone(), (self.vocab_size + 1) // 2
-            somewhere = chance.randrange(self.vocab_size)
-            everywhere = {"nan": math.nan, "nothing": -math.inf, "uniform": -math.log(self.vocab_size)}
-            row[:] = torch.full_like(row, everywhere[kind]) if kind in everywhere else row
-            if kind == "one nan":
-                row[somewhere] = math.nan
-            elif kind in ("many nans", "zeros"):
-                row[:half] = math.nan if kind == "many nans" else -math.inf
-            elif kind == "certain":
-                row[:], row[somewhere] = -math.inf, 0.0
-            self.known[path] = row
-        return self.known[path]
+    def made(self, path: Nodes) -> torch.Tensor:
+        chance, row, half = random.Random(f"odd {self.seed} {path}"), super().made(path), (self.vocab_size + 1) // 2
+        kind, somewhere = chance.choice(self.kinds), chance.randrange(self.vocab_size)
+        of_all = {"nan": math.nan, "nothing": -math.inf, "certain": -math.inf, "uniform": -math.log(self.vocab_size)}
+        row[:] = torch.full_like(row, of_all[kind]) if kind in of_all else row
+        if kind in ("one nan", "certain"):
+            row[somewhere] = math.nan if kind == "one nan" else 0.0
+        elif kind in ("many nans", "zeros"):
+            row[:half] = math.nan if kind == "many nans" else -math.inf
+        return row
 
 
 # All kinds mixed; NaN alone; no possible token; ties everywhere; certain tokens; zeros.
@@ -133,13 +128,11 @@ ODD = (Odd.KINDS, ("nan",), ("nothing",), ("uniform",), ("certain",), ("zeros",)
 def test_whatever_the_drafter_gives_trees_are_connected_and_those_of_each_row_alone(name: str, vocab_size: int) -> None:
     for seed in range(12):
         chance, kinds = random.Random(f"{name} {seed}"), ODD[seed % len(ODD)]
-        if name == "drawn static":
-            policy: TreePolicy = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)), Sampling(0.8, top_p=0.9))
-        elif name.startswith("drawn"):
-            stop = Svip(0.15, 0.4) if name == "drawn svip" else None
-            policy = Chain(chance.randint(1, 5), stop, Sampling(0.8, top_p=0.9))
-        elif name == "static" and vocab_size < VOCAB:
-            policy = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)))
+        sampling = Sampling(0.8, top_p=0.9) if name.startswith("drawn") else None
+        if name == "drawn static" or (name == "static" and vocab_size < VOCAB):
+            policy: TreePolicy = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)), sampling)
+        elif sampling:
+            policy = Chain(chance.randint(1, 5), Svip(0.15, 0.4) if name == "drawn svip" else None, sampling)
         else:
             policy = CASES[name](chance)[0]
         if name == "c2t":  # equal features may differ in their last bit by their place in a matrix: no ties

@@ -124,9 +124,7 @@ def test_numbers_out_of_range_are_refused() -> None:
             with pytest.raises(ValueError, match=f"^{name}: "):
                 Sampling(**{name: value})
     assert Sampling(1e300).probabilities(torch.tensor([[3.0, -9.0]])).tolist() == [[0.5, 0.5]]
-
-
-def test_numbers_of_a_generation_config_are_checked() -> None:
+    # Those of a generation config, too.
     with pytest.raises(UserError, match=r"generation_config\.json has top_p: 0\.0 .* set data\.generator\.top_p"):
         resolve_sampling(None, None, None, GenerationConfig(top_p=0.0))
     assert resolve_sampling(None, 0.5, None, GenerationConfig(top_p=0.0, top_k=-1)) == Sampling(1.0, 0.5, 0)
