@@ -36,7 +36,7 @@ from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.sections.eval import ContenderSection, ProposerName, TreeSection
 from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import make_target, make_tokenizer
-from tests.evaluation_cases import PROMPTS, SAME, Page, measure, read_lines, save_untrained, write_lines
+from tests.evaluation_cases import PROMPTS, SAME, Page, measure, read_lines, write_lines
 from tests.evaluation_cases import place as place
 from tests.thinning import EXHAUSTIVE, a_few
 from tests.training_runs import run_main
@@ -126,15 +126,13 @@ def test_contenders_are_called_what_drafts_and_their_tree(place: Path) -> None:
     assert [c.name.removeprefix("eagle3, ") for c in found] == [*trees, "a static one"]
 
 
-def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
-    place: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_measured_is_told_before_weights_load(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What files lack. All at once, each in its own place and once."""
-    save_untrained(place / "deep", target_dir)
+    for name in ("deep", "short"):
+        shutil.copytree(place / "run/drafter", place / name)
     config = json.loads((place / "deep/config.json").read_text())
     config["drafter"]["capture_layers"] = [2, 3, 8]
     (place / "deep/config.json").write_text(json.dumps(config))
-    shutil.copytree(place / "run/drafter", place / "short")
     whole = (place / "short/model.safetensors").read_bytes()
     (place / "short/model.safetensors").write_bytes(whole[:-8])  # the last row of the last tensor
     save_token_counts(place / "foreign", torch.ones(320, dtype=torch.int64), "f" * 64, [4])

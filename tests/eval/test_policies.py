@@ -14,7 +14,7 @@ from draftsmith.eval.decoding import policies
 from draftsmith.eval.decoding.policies import C2T, Chain, Eagle2, PolicyProposer, StaticTree, TreePolicy, policy_of
 from draftsmith.eval.decoding.stopping import Ddd, Svip, SvipTree
 from draftsmith.models.draft_tree import Committed
-from draftsmith.models.sampling import Sampling, SeededDraws
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.recipes.sections.eval import C2tSection, TreeSection
 from tests import reference
 from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, linear_classifier, paths_of, roots
@@ -128,10 +128,11 @@ ODD = (Odd.KINDS, ("nan",), ("nothing",), ("uniform",), ("certain",), ("zeros",)
 def test_whatever_the_drafter_gives_trees_are_connected_and_those_of_each_row_alone(name: str, vocab_size: int) -> None:
     for seed in range(12):
         chance, kinds = random.Random(f"{name} {seed}"), ODD[seed % len(ODD)]
-        sampling = Sampling(0.8, top_p=0.9) if name.startswith("drawn") else None
+        drawn = name.startswith("drawn")
+        sampling = Sampling(0.8, top_p=0.9) if drawn else GREEDY
         if name == "drawn static" or (name == "static" and vocab_size < VOCAB):
             policy: TreePolicy = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)), sampling)
-        elif sampling:
+        elif drawn:
             policy = Chain(chance.randint(1, 5), Svip(0.15, 0.4) if name == "drawn svip" else None, sampling)
         else:
             policy = CASES[name](chance)[0]
