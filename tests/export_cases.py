@@ -21,7 +21,7 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from tests.conftest import VOCAB_SIZE, files_of, make_target, make_tokenizer
 from tests.drafter_cases import chain_of, random_drafter, specialists
-from tests.replay_cases import conversation, write_lines
+from tests.evaluation_cases import conversation, write_lines
 
 Tensors = dict[str, torch.Tensor]
 CUT = 200  # tokens of a draft vocabulary

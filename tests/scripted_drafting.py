@@ -26,14 +26,14 @@ class Table:
         self.seed, self.vocab_size, self.sharpness = seed, vocab_size, sharpness
         self.known: dict[Nodes, torch.Tensor] = {}
 
-    def logits(self, path: Nodes) -> list[float]:
+    def made(self, path: Nodes) -> torch.Tensor:
         chance = random.Random(f"{self.seed} {path}")
         width = chance.choice(self.sharpness)
-        return [chance.gauss(0, 1) * width for _ in range(self.vocab_size)]
+        return torch.tensor([chance.gauss(0, 1) * width for _ in range(self.vocab_size)]).log_softmax(-1)
 
     def row(self, path: Nodes) -> torch.Tensor:
         if path not in self.known:
-            self.known[path] = torch.tensor(self.logits(path)).log_softmax(-1)
+            self.known[path] = self.made(path)
         return self.known[path]
 
     def __call__(self, path: Nodes) -> list[float]:

@@ -42,10 +42,10 @@ from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.recipes.sections.train import LabelSection
 from draftsmith.train import c2t
 from tests import reference
+from tests.crash_states import state_of
+from tests.evaluation_cases import write_lines
 from tests.pairs import PROMPTS, greedy, pair_of
-from tests.replay_cases import write_lines
 from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, unasked_target
-from tests.store_cases import files_of
 from tests.training_runs import run_main, write_recipe
 
 
@@ -238,11 +238,11 @@ def test_from_answers_to_acceptance(place: Path, script: Callable[..., str], tmp
 
     assert "to train on" in script(c2t, rows, out, "--plan") and not (tmp_path / "c2t").exists()
     script(c2t, rows, out)
-    first, config = files_of(tmp_path / "c2t"), read_c2t_config(tmp_path / "c2t")
+    first, config = state_of(tmp_path / "c2t"), read_c2t_config(tmp_path / "c2t")
     assert {"config.json", "metrics.jsonl", "model.safetensors", "provenance.json", "recipe.yaml"} == set(first)
     assert config == C2tConfig(drafter=trees.about["drafter"])
     script(c2t, rows, out)
-    assert files_of(tmp_path / "c2t") == first
+    assert state_of(tmp_path / "c2t") == first
     again = f"classifier.out={tmp_path / 'again'}", f"classifier.init_from={tmp_path / 'c2t'}"
     script(c2t, rows, *again, "classifier.share=1")
     assert read_c2t_config(tmp_path / "again") == config

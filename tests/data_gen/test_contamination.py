@@ -22,7 +22,7 @@ from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.eval import EvalSection
 from draftsmith.train.run import training_inputs
-from tests.replay_cases import write_lines
+from tests.evaluation_cases import write_lines
 from tests.training_runs import run_main, write_recipe
 
 chance = random.Random(0)

@@ -26,8 +26,8 @@ from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
+from tests.evaluation_cases import write_lines as write
 from tests.models.test_tools_and_thoughts import EVERYTHING, QWEN, THOUGHTFUL
-from tests.replay_cases import write_lines as write
 from tests.strategies import damaged_lines, damaged_records, for_all
 from tests.thinning import EXHAUSTIVE
 from tests.training_runs import run_main, write_recipe

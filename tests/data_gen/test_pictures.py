@@ -34,8 +34,8 @@ from tests.clock import on
 from tests.conftest import VOCAB_SIZE
 from tests.data_gen.fake_server import STOP, FakeServer, expected
 from tests.data_gen.regeneration_place import RegenerationPlace
+from tests.evaluation_cases import write_lines
 from tests.recipes.test_pictures import turned
-from tests.replay_cases import write_lines
 from tests.store_cases import assert_same_store
 from tests.thinning import a_few
 from tests.tiny_vision import BASIC_FAMILIES, FAMILIES, PLACEHOLDER, picture, save_vision_target

@@ -45,7 +45,7 @@ from draftsmith.recipes.sections.data import RankingSource
 from draftsmith.recipes.sections.eval import ContenderSection, TreeSection
 from tests import reference
 from tests.conftest import VOCAB_SIZE, make_tokenizer
-from tests.replay_cases import write_lines
+from tests.evaluation_cases import write_lines
 from tests.strategies import for_all
 from tests.thinning import EXHAUSTIVE
 from tests.training_runs import run_main, write_recipe

@@ -13,25 +13,15 @@ import torch
 import yaml
 
 from draftsmith.data_gen import build_sam
-from draftsmith.eval import acceptance
 from draftsmith.eval.decoding import contenders
-from draftsmith.eval.decoding.contenders import (
-    Contender,
-    check_contenders,
-    contenders_of,
-    loaded_drafting,
-    loaded_proposer,
-    main_contender,
-    named,
-)
-from draftsmith.eval.decoding.prompt_lookup import PromptLookup
-from draftsmith.eval.decoding.proposers import PROPOSERS, ProposerEntry
+from draftsmith.eval.decoding.contenders import Contender, check_contenders, contenders_of, named
+from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.decoding.proposers import PROPOSERS
 from draftsmith.eval.measurement import benchmarks, evaluation
 from draftsmith.eval.measurement.benchmarks import PLAIN, decode_all, load_questions
 from draftsmith.eval.measurement.compared import load_all, split_overrides
 from draftsmith.eval.measurement.generation_log import read_generations
 from draftsmith.eval.report_page import result_files
-from draftsmith.eval.report_page.result_files import read_acceptance
 from draftsmith.models import loaded_models
 from draftsmith.models.chat import decode_answer, render_prompt
 from draftsmith.models.loaded_models import LoadedModels
@@ -46,12 +36,10 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.prompt_reader import Rejects
 from draftsmith.recipes.sections.eval import ContenderSection, ProposerName, TreeSection
 from draftsmith.recipes.sections.target import TargetSection
-from tests.compare_cases import place as place
-from tests.compare_cases import save_untrained
 from tests.conftest import make_target, make_tokenizer
-from tests.replay_cases import write_lines
-from tests.report_cases import Page
-from tests.thinning import a_few
+from tests.evaluation_cases import PROMPTS, SAME, Page, measure, read_lines, write_lines
+from tests.evaluation_cases import place as place
+from tests.thinning import EXHAUSTIVE, a_few
 from tests.training_runs import run_main
 
 
@@ -61,17 +49,14 @@ def problems_of(recipe: Path, *compared: str, overrides: tuple[str, ...] = ()) -
     return raised.value.problems
 
 
-@pytest.mark.parametrize(
-    ("argument", "name", "settings"),
-    [
+def test_a_set_of_overrides_is_split_where_a_key_begins() -> None:
+    for argument, name, settings in (
         ("  eval.tree.nodes=16   eval.tree.top_k=4 ", "", ["eval.tree.nodes=16", "eval.tree.top_k=4"]),
         ("a, b: c: eval.tree.nodes=9", "a, b: c", ["eval.tree.nodes=9"]),
         ("x: eval.tree={nodes: 5, top_k: 3} eval.out=a b", "x", ["eval.tree={nodes: 5, top_k: 3}", "eval.out=a b"]),
         ("eval.tree.paths=[[0], [0, 0]] eval.out=x", "", ["eval.tree.paths=[[0], [0, 0]]", "eval.out=x"]),
-    ],
-)  # fmt: skip
-def test_a_set_of_overrides_is_split_where_a_key_begins(argument: str, name: str, settings: list[str]) -> None:
-    assert split_overrides(argument) == (name, settings)
+    ):
+        assert split_overrides(argument) == (name, settings)
 
 
 def test_one_contender_for_each_argument(place: Path) -> None:
@@ -97,26 +82,16 @@ def test_one_contender_for_each_argument(place: Path) -> None:
     # Single keys add to the recipe's, a section replaces it.
     assert found[2].tree.calls == 3 and found[3].tree.calls == 11
     assert found[6].token_counts == place / "run/token_counts.safetensors"
-    twice = "--compare 'eval.tree.nodes=8', --compare 'eval.tree.nodes=8': all are called 'eagle3, tree of 8'; give"
-    (problem,) = problems_of(place / "recipe.yaml", "eval.tree.nodes=8", "eval.tree.nodes=8")
-    assert problem.startswith(twice)
 
 
 def test_every_problem_of_every_recipe_at_once(place: Path, tmp_path: Path) -> None:
     first, broken = place / "recipe.yaml", tmp_path / "broken.yaml"
     broken.write_text("output_dir: x\ntarget: {model: a/b}\nevil: 1\ntrain: {max_steps: 0}\n")
-    wrong = ("eval.max_new_tokens=9", "eval.tree.nods=8", "name only: ", str(tmp_path / "gone.yaml"))
-    problems = problems_of(first, str(broken), *wrong)
-    for said in (
-        f"--compare '{broken}': {broken}:3: unknown key `evil`",
-        f"{broken}:4: `train.max_steps`",
-        "eval.max_new_tokens is the same for all contenders",
-        "did you mean `eval.tree.nodes`",
-        "--compare 'name only: ': name only:: no such recipe file",
-        "gone.yaml: no such recipe file",
-    ):
+    problems = problems_of(first, str(broken), "eval.max_new_tokens=9", str(tmp_path / "gone.yaml"))
+    told = f"--compare '{broken}': {broken}:3: unknown key `evil`", f"{broken}:4: `train.max_steps`"
+    for said in (*told, "eval.max_new_tokens is the same for all contenders", "gone.yaml: no such recipe file"):
         assert any(said in problem for problem in problems), (said, problems)
-    assert len(problems) == 6
+    assert len(problems) == 4
     # A problem of the first recipe is told once, not with every set of overrides; the other files are still read.
     both = problems_of(first, "eval.tree.nodes=8", str(broken), overrides=("eval.evil=1", "data.evil=2"))
     assert len(both) == 4 and sum("`eval.evil`" in problem for problem in both) == 1
@@ -150,19 +125,15 @@ def test_contenders_are_called_what_drafts_and_their_tree(place: Path) -> None:
     }
     found = named([*(contender(**tree) for tree in trees.values()), contender("a static one", policy="static")])
     assert [c.name.removeprefix("eagle3, ") for c in found] == [*trees, "a static one"]
-    with pytest.raises(UserError, match=f"^plain decoding, here: all are called '{PLAIN}'"):
-        named([contender(PLAIN)])
 
 
-def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
-    place: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_measured_is_told_before_weights_load(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What files lack. All at once, each in its own place and once."""
-    save_untrained(place / "deep", target_dir)
+    for name in ("deep", "short"):
+        shutil.copytree(place / "run/drafter", place / name)
     config = json.loads((place / "deep/config.json").read_text())
     config["drafter"]["capture_layers"] = [2, 3, 8]
     (place / "deep/config.json").write_text(json.dumps(config))
-    shutil.copytree(place / "run/drafter", place / "short")
     whole = (place / "short/model.safetensors").read_bytes()
     (place / "short/model.safetensors").write_bytes(whole[:-8])  # the last row of the last tensor
     save_token_counts(place / "foreign", torch.ones(320, dtype=torch.int64), "f" * 64, [4])
@@ -175,28 +146,20 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
     rows: dict[str, dict[str, Any]] = {
         "drafter: .*no drafter here": {"drafter": "nowhere"},
         "cannot read this target: .*capture_layers": {"drafter": str(place / "deep")},
-        "512 draft calls deep, in a target of 512": {"tree": {"policy": "chain", "nodes": 513}},
-        "600 nodes, 8 draft calls deep": {"tree": {"nodes": 600}},
         "61 is more than the 60 tokens of the drafter's": {"tree": {"vocab_size": 61}},
         "short/model.safetensors: damaged": {"drafter": str(place / "short")},
         "rank 60 exceeds a draft vocabulary of 60": {"tree": {"policy": "static", "paths": [[0], [60]]}},
-        "/nope: no C2T classifier here": {"tree": {"policy": "c2t", "c2t": {"classifier": "/nope"}}},
         "has a vocabulary of 330 tokens": lm | {"draft_model": {"model": str(place / "wide")}},
         "has another tokenizer than the target": lm | {"draft_model": {"model": str(place / "strange")}},
-        r"draft_model\.model: no model at": lm | {"draft_model": {"model": str(place / "absent")}},
     }
-    counts = {"was counted with a tokenizer": place / "foreign", "no such token counts": place / "none"}
     sections = [{"name": str(i), **row} for i, row in enumerate(rows.values())]
     monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("weights were loaded"))
+    foreign = f"foreign: eval.tree.vocab_size=16 eval.token_counts={place / 'foreign'}"
     with pytest.raises(UserError) as raised:
-        run_main(
-            *(acceptance, place / "recipe.yaml", f"eval.also={json.dumps(sections)}"),
-            *("--compare", "n: eval.drafter=nowhere"),
-            *(f"{path.name}: eval.tree.vocab_size=16 eval.token_counts={path}" for path in counts.values()),
-        )
+        measure(place, f"eval.also={json.dumps(sections)}", "--compare", "n: eval.drafter=nowhere", foreign)
     problems = raised.value.problems
-    assert len(problems) == len(rows) + len(counts)
-    for said in (*rows, *counts):
+    assert len(problems) == len(rows) + 1
+    for said in (*rows, "was counted with a tokenizer"):
         assert sum(bool(re.search(said, problem)) for problem in problems) == 1, (said, problems)
     assert all(problem.startswith(("eval.also.", "--compare '")) for problem in problems)
     assert problems[0].startswith("eval.also.0.drafter: ") and problems[0].endswith("(also affects 1 other contender)")
@@ -204,7 +167,7 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
 
 def test_an_interrupted_run_leaves_the_older_one_whole(place: Path, tmp_path: Path) -> None:
     """New answers never lie beside older numbers, either: replay believes what these say about the answers."""
-    arguments = [str(place / "recipe.yaml"), f"eval.out={tmp_path / 'out'}", "eval.max_prompts=1"]
+    arguments = [f"eval.out={tmp_path / 'out'}", "eval.max_prompts=1"]
 
     def files() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -212,26 +175,27 @@ def test_an_interrupted_run_leaves_the_older_one_whole(place: Path, tmp_path: Pa
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    run_main(acceptance, *arguments)
+    measure(place, *arguments)
     before = files()
     assert set(before) == {".lock", "acceptance.json", "generations.jsonl", "report.html"}
     for owner, name in ((evaluation, "how_made"), (benchmarks, "loaded_proposer"), (result_files, "write_acceptance")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, interrupted)
-            run_main(acceptance, *arguments, "eval.tree.nodes=4")
+            measure(place, *arguments, "eval.tree.nodes=4")
         left = files()
         left.pop("generations.jsonl.partial", None)
         if name == "write_acceptance":
             assert left["generations.jsonl"] != before["generations.jsonl"] and "acceptance.json" not in left
         else:
             assert left == before
-    run_main(acceptance, *arguments)
+    measure(place, *arguments)
     for mode, out in (("decode", tmp_path / "out"), ("replay", tmp_path / "out/replay")):
         with alone_in(out), pytest.raises(UserError, match="another run is writing there"):
-            run_main(acceptance, *arguments, f"eval.mode={mode}")
+            measure(place, *arguments, f"eval.mode={mode}")
 
 
 def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(get_args(ProposerName)) == set(PROPOSERS)
     chain = {"policy": "chain", "nodes": 4}
     lm = {"proposer": "causal_lm", "draft_model": {"model": str(place / "small")}, "tree": chain}
     others = [
@@ -250,14 +214,20 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
         load = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *g, n=name, f=load, **m: (loads.append(n), f(*g, **m))[1])
     lineup = LoadedModels(TargetFiles(recipe.target))
-    layers = {c.name: tuple(loaded_proposer(lineup, c).capture_layers) for c in found}
+    layers = {c.name: tuple(contenders.loaded_proposer(lineup, c).capture_layers) for c in found}
     assert loads == ["load", "load_drafter", "load", "load_drafter"]
     main = found[0].name
     assert layers == {main: (2, 3, 4), "lookup": (), "lm": (), "lm cut": (), "cut": (2, 3, 4), "b": (1, 5)}
-    vocabularies = {c.name: loaded_drafting(lineup, c).vocab for c in found if c.proposer != "prompt_lookup"}
+    vocabularies = {c.name: contenders.loaded_drafting(lineup, c).vocab for c in found if c.proposer != "prompt_lookup"}
     assert [vocabularies[name].size for name in (main, "cut", "lm", "lm cut")] == [60, 16, 320, 50]
     # The 16 most frequent of the drafter's tokens 3 to 62, where lower ids were counted more often.
     assert vocabularies["cut"].target_ids.tolist() == list(range(3, 19))
+
+
+def decoded_by_all(place: Path, models: LoadedModels, *settings: str) -> tuple[dict[str, list[Generation]], Rejects]:
+    recipe, rejects = load_recipe(place / "recipe.yaml", settings), Rejects()
+    asked = load_questions(str(place / "prompts.jsonl"), Rejects(), None)
+    return decode_all(models, recipe, contenders_of(recipe), asked, io.StringIO(), rejects), rejects
 
 
 @pytest.mark.parametrize("temperature", a_few([0.0, 1.0], 1.0))
@@ -268,20 +238,18 @@ def test_a_batch_gives_the_answers_of_one_at_a_time(
     keys_drawn: list[Any] = []
     made = benchmarks.SeededDraws
     monkeypatch.setattr(benchmarks, "SeededDraws", lambda seed, key: (keys_drawn.append(key), made(seed, key))[1])
-    asked = load_questions(str(place / "prompts.jsonl"), Rejects(), None)
     settings = [f"eval.temperature={temperature}", "eval.max_new_tokens=8", f"eval.out={tmp_path}"]
-    lineup = LoadedModels(TargetFiles(load_recipe(place / "recipe.yaml").target))
+    models = LoadedModels(TargetFiles(load_recipe(place / "recipe.yaml").target))
 
     def answers(size: int) -> dict[tuple[str, str, int], tuple[list[int], list[int]]]:
-        recipe = load_recipe(place / "recipe.yaml", [*settings, f"eval.batch_size={size}"])
-        found, rejects = contenders_of(recipe), Rejects()
-        results = decode_all(lineup, recipe, found, asked, io.StringIO(), rejects)
+        results, rejects = decoded_by_all(place, models, *settings, f"eval.batch_size={size}")
         assert not rejects.total
         keys = {name: [(g.conversation_id, g.turn) for g in generations] for name, generations in results.items()}
         assert len(set(map(tuple, keys.values()))) == 1  # the same turns in the same order for all
-        said = {(g.conversation_id, g.turn): decode_answer(lineup.files.tokenizer, g.token_ids) for g in results[PLAIN]}
-        for g in results[found[0].name]:  # later prompts hold plain decoding's answers
-            assert g.turn == 1 or said[g.conversation_id, 1] in str(lineup.files.tokenizer.decode(g.prompt_token_ids))
+        tokenizer = models.files.tokenizer
+        said = {(g.conversation_id, g.turn): decode_answer(tokenizer, g.token_ids) for g in results[PLAIN]}
+        for g in results["eagle3, tree of 12"]:  # later prompts hold plain decoding's answers
+            assert g.turn == 1 or said[g.conversation_id, 1] in str(tokenizer.decode(g.prompt_token_ids))
         return {
             (name, g.conversation_id, g.turn): (g.token_ids, g.accepted_per_round)
             for name, generations in results.items()
@@ -299,38 +267,17 @@ def test_a_batch_gives_the_answers_of_one_at_a_time(
 def test_a_turn_that_cannot_be_asked_ends_its_own_conversation_alone(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load_recipe(place / "recipe.yaml", ["eval.max_new_tokens=16", "eval.batch_size=4"])
-    models = LoadedModels(TargetFiles(recipe.target))
-    asked, rejects, bars = load_questions(str(place / "prompts.jsonl"), Rejects(), None), Rejects(), list[Bar]()
-    lengths = {q.id: len(render_prompt(models.files.tokenizer, q.turns[0])) for q in asked}
-    assert max(lengths, key=lengths.__getitem__) == "q1"
-    monkeypatch.setattr(benchmarks, "usable_positions", lambda config: lengths["q1"] + 15)
+    models, bars = LoadedModels(TargetFiles(load_recipe(place / "recipe.yaml").target)), list[Bar]()
+    lengths = [len(render_prompt(models.files.tokenizer, [{"role": "user", "content": text}])) for text in PROMPTS]
+    assert max(lengths) == lengths[1]
+    monkeypatch.setattr(benchmarks, "usable_positions", lambda config: lengths[1] + 15)
     monkeypatch.setattr(benchmarks, "Bar", lambda **said: bars.append(Bar(**said)) or bars[-1])
-    results = decode_all(models, recipe, contenders_of(recipe), asked, io.StringIO(), rejects)
+    results, rejects = decoded_by_all(place, models, "eval.max_new_tokens=16", "eval.batch_size=4")
     assert [(bar.n, bar.total) for bar in bars] == [(2 * 7,) * 2]  # answers by both; rejected ones are done with
     done = [(g.conversation_id, g.turn) for g in results[PLAIN]]
     assert ("q1", 1) not in done and ("q0", 1) in done and ("q2", 1) in done and ("q3", 1) in done
     assert ("q4", 1) in done and ("q1", 2) not in done  # the next batch, and no second turn without a first
     assert rejects.total == 1 + (("q3", 2) not in done)
-
-
-def test_a_new_proposer_is_decoded_described_and_reported(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert set(get_args(ProposerName)) == set(PROPOSERS)
-    echo = ProposerEntry(
-        name=lambda contender: f"echo of {contender.tree.most - 1}",
-        make=lambda lineup, contender: PromptLookup(contender.tree.most - 1, lineup.target.device, max_ngram=1),
-    )
-    monkeypatch.setitem(PROPOSERS, "echo", echo)
-    recipe = load_recipe(str(place / "recipe.yaml"), [f"eval.out={tmp_path}", "eval.max_prompts=2"])
-    tree = TreeSection(policy="chain", nodes=4)
-    contenders = named([main_contender(recipe), Contender("", "echo", tree, "here")])
-    evaluation.evaluate_by_decoding(recipe, contenders, plan=False)
-    row = read_acceptance(tmp_path / "acceptance.json")["contenders"]["echo of 3"]
-    assert (row["proposer"], row["drafter"], row["matches_target"]) == ("echo", None, True)
-    assert row["tree_nodes_per_round"] > 1
-    assert "echo of 3" in Page((tmp_path / "report.html").read_text()).text
 
 
 # SAM-Decoding.
@@ -339,7 +286,7 @@ def test_a_new_proposer_is_decoded_described_and_reported(
 @pytest.fixture(scope="module")
 def corpus(place: Path, target_dir: Path) -> Path:
     """Of the target's own answers, from an evaluation: the run's conversations."""
-    run_main(acceptance, place / "recipe.yaml", f"eval.out={place / 'first'}", "eval.max_new_tokens=40")
+    measure(place, f"eval.out={place / 'first'}", "eval.max_new_tokens=40")
     fingerprint = TargetFiles(TargetSection(model=str(target_dir))).fingerprint
     records = [
         {
@@ -374,23 +321,52 @@ def test_answers_are_taken_as_their_tokens_and_end_behind_stops(
     assert "in 3 documents, 1 repeated ones left out; 1 record rejected" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("mode", a_few(["routed", "fused"], "fused"))
-def test_an_evaluation_tells_who_drafted_and_a_replay_agrees(place: Path, corpus: Path, mode: str) -> None:
-    out, recipe = place / mode, place / "recipe.yaml"
+DRAWN = pytest.param("routed", 0.4, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("mode", "temperature"), [("fused", 0.0), DRAWN, pytest.param("routed", 0.0, marks=EXHAUSTIVE)]
+)
+def test_an_evaluation_tells_who_drafted_and_a_replay_agrees(
+    place: Path, corpus: Path, mode: str, temperature: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = place / f"{mode} at {temperature}"
     router: dict[str, Any] = {"static": str(corpus), "l_threshold": 2, "l_bias": 1, "fuse": mode == "fused"}
-    settings = [
-        *(f"eval.out={out}", f"eval.router={json.dumps(router)}"),
-        f"eval.also={json.dumps([{'name': 'alone', 'proposer': 'sam', 'sam': {'static': str(corpus)}}])}",
+    also = [
+        {"name": "alone", "proposer": "sam", "sam": {"static": str(corpus)}},
+        {"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 4}},
     ]
-    assert "build-sam" in stages_of(load_recipe(recipe, settings))
-    run_main(acceptance, recipe, *settings)
-    run_main(acceptance, recipe, *settings, "eval.mode=replay")
+    settings = [f"eval.out={out}", f"eval.router={json.dumps(router)}", f"eval.also={json.dumps(also)}"]
+    assert "build-sam" in stages_of(load_recipe(place / "recipe.yaml", settings))
+    measure(place, *settings, f"eval.temperature={temperature}")
+    before = (out / "acceptance.json").read_bytes()
+    capsys.readouterr()
+    # What was recorded says how answers were drawn, not the recipe.
+    measure(place, *settings, "eval.mode=replay", "eval.replay_batch_size=3")
+    said = capsys.readouterr().out
+    assert (out / "acceptance.json").read_bytes() == before
+
+    def rounds(path: Path) -> dict[Any, Any]:
+        same, whose = (*SAME, "benchmark", "category", "text"), ("contender", "conversation_id", "turn")
+        lines = read_lines(path / "generations.jsonl")
+        return {tuple(line[key] for key in whose): {key: line[key] for key in same} for line in lines}
+
+    assert rounds(out / "replay") == rounds(out)
     decoded, replayed = (json.loads((path / "acceptance.json").read_text()) for path in (out, out / "replay"))
-    for name, row in decoded["contenders"].items():
-        assert row["matches_target"] is True
-        for key in ("drafted_by", "accepted_histogram"):
-            assert replayed["contenders"][name][key] == row[key]
-    row, alone = decoded["contenders"][decoded["contender"]], decoded["contenders"]["alone"]
+    assert replayed["mode"] == "replay" and replayed["temperature"] == temperature
+    rows = decoded["contenders"]
+    same = ("tau_interval", "accepted_histogram", "acceptance_by_position", "draft_calls_per_round", "drafted_by")
+    for name, row in rows.items():
+        assert row["matches_target"] is (None if temperature else True)
+        again = replayed["contenders"][name]
+        assert [again[key] for key in ("tau", *same)] == [row[key] for key in ("tau", *same)]
+        assert {again[key] for key in ("tokens_per_second", "speedup", "speedup_interval", "matches_target")} == {None}
+    if temperature:
+        assert re.search(r"\d+ drawn tokens, [+-]0\.\d{3} nats each beyond its own", said)
+        return
+    assert re.search(r"0 of \d+ greedy tokens are not the target's likeliest", said)
+    row, alone, lookup = rows[decoded["contender"]], rows["alone"], rows["lookup"]
+    assert (lookup["proposer"], lookup["drafter"]) == ("prompt_lookup", None) and lookup["tree_nodes_per_round"] > 1
     assert row["router"] == router | {"dynamic": True, "nodes": 40} and alone["sam"]["static"] == str(corpus)
     assert {"drafter", "sam static"} <= set(row["drafted_by"]) and "drafter" not in alone["drafted_by"]
     assert sum(share["accepted"] for share in row["drafted_by"].values()) == pytest.approx(1, abs=1e-3)

@@ -39,9 +39,10 @@ from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.recipes.sections.target import TargetSection
 from tests import reference
 from tests.clock import Clock as WallClock
-from tests.compare_cases import save_untrained
+from tests.clock import slowed
 from tests.conftest import VOCAB_SIZE, make_target
-from tests.decoding import decode, decode_batch
+from tests.decoding import CPU, decode, decode_batch
+from tests.evaluation_cases import save_untrained
 from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, untaught
 from tests.scripted_drafting import unasked_target
 from tests.thinning import effort
@@ -195,23 +196,9 @@ def test_time_on_an_accelerator_is_asked_of_its_queue(monkeypatch: pytest.Monkey
 def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, target = WallClock(), target_and_futures()[0]
     monkeypatch.setattr(decode_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    prefill, verify, chains = TargetSession.prefill, TargetSession.verify, DraftTree.chains
-
-    def slow_prefill(session: TargetSession, prompts: Sequence[Sequence[int]], at_once: int) -> Any:
-        clock.now += 5 * len(prompts)
-        return prefill(session, prompts, at_once=at_once)
-
-    def slow_verify(session: TargetSession, tree: DraftTree) -> Any:
-        clock.now += 2 * tree.rows
-        return verify(session, tree)
-
-    def slow_chains(tokens: Sequence[Sequence[int]], device: torch.device) -> DraftTree:
-        clock.now += len(tokens)
-        return chains(tokens, device)
-
-    monkeypatch.setattr(TargetSession, "prefill", slow_prefill)
-    monkeypatch.setattr(TargetSession, "verify", slow_verify)
-    monkeypatch.setattr(DraftTree, "chains", slow_chains)
+    slowed(monkeypatch, clock, TargetSession, "prefill", lambda session, prompts: 5 * len(prompts))
+    slowed(monkeypatch, clock, TargetSession, "verify", lambda session, tree: 2 * tree.rows)
+    slowed(monkeypatch, clock, DraftTree, "chains", lambda tokens, device: len(tokens))
     requests = [Request(i, [11, 12 + i], 1 + 2 * i) for i in range(5)]
     for key, answer in decode_stream(TargetVerifier(target, None), None, iter(requests), (), 2):
         clock.now += 100
@@ -299,22 +286,16 @@ def test_nothing_is_drawn_from_new_leaves(parents: list[int], leaves: list[int],
 
 
 def test_prompt_lookup_continues_the_latest_longest_match() -> None:
-    lookup = PromptLookup(3, torch.device("cpu"))
-    tokens = [1, 2, 3, 50, 9, 2, 3, 60, 61, 62, 1, 2, 3]
-    lookup.set_rows([], 2)
-    lookup.observe(Committed(unasked_target(99), [tokens[:7], [5, 6]], None, [6, 1]))
-    lookup.observe(Committed(unasked_target(99), [tokens, [5, 6, 7]], None, [6, 1]))
-    tree, calls = lookup.propose()
-    assert calls == [0, 0]
-    assert tree.tokens[0].tolist() == [3, 50, 9, 2]  # (1, 2, 3) beats the later (2, 3)
-    assert tree.sizes is not None
-    assert tree.sizes.tolist() == [4, 1]  # nothing to copy: a round of plain decoding
-    lookup.set_rows([1])
-    assert lookup.propose()[0].tokens.tolist() == [[7]]
-    lookup.set_rows([], 1)
-    text = [1, 2, 3, 3, 1, 2, 4, 4, 1, 2, 5, 5, 1, 2]
-    lookup.observe(Committed(unasked_target(99), [text], None, [len(text) - 1]))
-    assert lookup.propose()[0].tokens[0].tolist() == [2, 5, 5, 1]  # the latest of the same length
+    for text, chain in (
+        ([1, 2, 3, 50, 9, 2, 3, 60, 61, 62, 1, 2, 3], [3, 50, 9, 2]),  # (1, 2, 3) beats the later (2, 3)
+        ([1, 2, 3, 3, 1, 2, 4, 4, 1, 2, 5, 5, 1, 2], [2, 5, 5, 1]),  # the latest of the same length
+        ([5, 6, 7], [7]),  # nothing to copy: a round of plain decoding
+    ):
+        lookup = PromptLookup(3, CPU)
+        lookup.set_rows([], 1)
+        lookup.observe(Committed(unasked_target(99), [text], None, [len(text) - 1]))
+        tree, calls = lookup.propose()
+        assert (tree.tokens.tolist(), calls) == ([chain], [0])
 
 
 # A small model with its own drafter proposes chains to a larger target.
@@ -370,19 +351,6 @@ def test_a_small_target_with_its_drafter_proposes_to_a_larger_one() -> None:
     assert len(lengths) > 1 and min(lengths) == LENGTH and max(lengths) <= LENGTH + CALLS
     # Where the target accepts part of a chain, the small model has read all of it: no pass is needed to go on.
     assert 0 < decoder.resumed < decoder.followed
-
-
-def test_chains_end_where_the_small_model_s_positions_end() -> None:
-    """Learned positions: a forward behind the last one would fail."""
-    positions = {"n_positions": 64, "max_position_embeddings": 64}
-    small = Target(make_target("gpt2", **positions, seed=1))
-    large, prompt = blurred_copy("gpt2", **positions, seed=1), list(range(40, 75))
-    inner = PolicyProposer(FeatureDrafting(untaught("eagle3", small)), policy_of(TreeSection(policy="chain", nodes=4)))
-    proposer = HierarchicalProposer(small, inner, 6)
-    with torch.no_grad():
-        answers = decode_batch(large, proposer, [prompt, prompt[:5]], (), [64 - len(prompt), 40])
-    assert answers[0].token_ids == greedy(large, prompt, 64 - len(prompt))
-    assert answers[1].token_ids == greedy(large, prompt[:5], 40)
 
 
 # The Python API: a target and a drafter by their places, answers by `answer`.
@@ -471,6 +439,5 @@ def test_what_cannot_be_asked_or_loaded_is_said(target_dir: Path, drafter_dir: P
     with pytest.raises(UserError, match="no drafter here"):
         Speculator.load(str(target_dir), tmp_path)
     save_token_counts(tmp_path / "foreign", torch.arange(VOCAB_SIZE), "another's", [4])
-    for counts, message in (("none", "no such token counts"), ("foreign", "token_counts: .* was counted with a")):
-        with pytest.raises(UserError, match=message):
-            Speculator.load(str(target_dir), drafter_dir, tmp_path / counts)
+    with pytest.raises(UserError, match=r"token_counts: .* was counted with a"):
+        Speculator.load(str(target_dir), drafter_dir, tmp_path / "foreign")

@@ -15,7 +15,6 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from draftsmith.eval import acceptance
 from draftsmith.eval.decoding import lantern
 from draftsmith.eval.decoding.accept import Acceptance
 from draftsmith.eval.decoding.contenders import check_contenders, contenders_of
@@ -30,18 +29,14 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.sections.target import TargetSection
 from tests import reference
-from tests.compare_cases import save_untrained
 from tests.eval import test_sampling as laws
+from tests.evaluation_cases import Page, measure, read_lines, save_untrained, write_lines
 from tests.image_cases import CODES, VOCABULARY, make_image_target
-from tests.replay_cases import write_lines
-from tests.report_cases import Page
 from tests.thinning import a_few, thinned
-from tests.training_runs import run_main
 
 # Of each token; one stands for itself alone.
 NEAR = [[1, 2, 4], [4, 2, 0], [1, 4, 0], [], [2, 1, 0]]
 TABLE = torch.tensor([row + [-1] * (3 - len(row)) for row in NEAR])
-SHAPES = {"random": lambda chance: laws.random_tree(chance, 6, laws.VOCAB), "uneven": laws.uneven_tree}
 BUDGETS = {"delta 0.3": ("delta", 0.3), "delta 0.05": ("delta", 0.05), "lambda 2": ("lambda", 2.0)}
 
 
@@ -66,12 +61,12 @@ def law_of(rule: Acceptance, tree: DraftTree, logits: torch.Tensor) -> tuple[law
 
 @pytest.mark.parametrize(
     ("shape", "seed", "drawn_as", "bound"),
-    thinned(SHAPES, range(3), ["T=1", "T=0.5, top-k, top-p"], BUDGETS, together=2),
+    thinned(laws.SHAPES, range(3), ["T=1", "T=0.5, top-k, top-p"], BUDGETS, together=2),
 )
 def test_a_ranked_tree_equals_the_slow_walk(shape: str, seed: int, drawn_as: str, bound: str) -> None:
     sampling, budget = laws.SAMPLINGS[drawn_as], BUDGETS[bound]
     chance = torch.Generator().manual_seed(seed)
-    tree = SHAPES[shape](chance)
+    tree = laws.SHAPES[shape](chance)
     logits = torch.randn(tree.nodes, laws.VOCAB, generator=chance) * 2
     p = [reference.processed(row.tolist(), sampling.temperature, sampling.top_p, sampling.top_k) for row in logits]
     expected, variation = reference.lantern_walk(tree.tokens[0].tolist(), tree.parents[0].tolist(), p, NEAR, budget)
@@ -198,20 +193,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = write_lines(folder / "prompts.jsonl", *turns)
     model, chain = {"model": str(folder / "target"), "dtype": "float32"}, {"policy": "chain", "nodes": 4}
     small = {"proposer": "causal_lm", "draft_model": model, "tree": chain}
-    content: dict[str, Any] = {
-        "output_dir": str(folder / "run"),
-        "target": model | {"guidance": {"scale": 2}},
-        "eval": {
-            "prompts": str(prompts),
-            "max_new_tokens": 16,
-            "temperature": 1,
-            "tree": {"nodes": 8, "draft_calls": 3, "top_k": 3},
-            "also": [
-                *({"name": name, "acceptance": rule, **small} for name, rule in RULES.items()),
-                {"name": "exact", **small},
-            ],
-        },
-    }
+    rows = {name: {"acceptance": rule} for name, rule in RULES.items()} | {"exact": {}}
+    evaluated = {"prompts": str(prompts), "max_new_tokens": 16, "temperature": 1}
+    evaluated |= {"tree": {"nodes": 8, "draft_calls": 3, "top_k": 3}}
+    evaluated |= {"also": [{"name": name, **row, **small} for name, row in rows.items()]}
+    content = {"output_dir": str(folder / "run"), "target": model | {"guidance": {"scale": 2}}, "eval": evaluated}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
     return folder
 
@@ -223,7 +209,7 @@ def images_of(place: Path) -> ImageTokens:
 
 
 def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_main(acceptance, place / "recipe.yaml")
+    measure(place)
     out = place / "run/eval"
     rows = result_files.read_acceptance(out / "acceptance.json")["contenders"]
     assert [rows[name]["lossless"] for name in ("exact", *RULES)] == [True, False, False, False, False]
@@ -232,8 +218,7 @@ def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path, capsys:
     assert 0 < moved["lantern"] <= 0.4 and moved["lantern++"] > 0 and moved["embedding"] > 0
     assert rows["lantern"]["tau"] > rows["exact"]["tau"]
     assert rows["lantern++"]["acceptance"] == {"delta": None, "neighbours": "codebook", **RULES["lantern++"]}
-    lines = [json.loads(line) for line in (out / "generations.jsonl").read_text().splitlines()]
-    images = images_of(place)
+    lines, images = read_lines(out / "generations.jsonl"), images_of(place)
     for line in lines:
         picture = images.picture(line["token_ids"])
         assert ("image" in line) == (picture is not None)
@@ -255,15 +240,15 @@ def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path, capsys:
     assert sum(set(table.unique().tolist()) <= {-1, *codes} for table in tables) == 3
     # Replay takes the answers of all others.
     exact = {"proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 4}}
-    rivals: list[tuple[dict[str, Any], str]] = [
-        ({"name": "lantern"}, "the answers of 'lantern': written by an acceptance rule"),
-        ({"name": "nobody's", "acceptance": RULES["lantern"]}, "accepts tokens that the target would not"),
-    ]
-    settings = [place / "recipe.yaml", "eval.mode=replay", "eval.max_prompts=1"]
-    run_main(acceptance, *settings, f"eval.also={json.dumps([exact])}")
-    for rival, said in rivals:
-        with pytest.raises(UserError, match=said):
-            run_main(acceptance, *settings, f"eval.also={json.dumps([exact | rival])}")
+
+    def replay(**more: Any) -> None:
+        measure(place, "eval.mode=replay", "eval.max_prompts=1", f"eval.also={json.dumps([exact | more])}")
+
+    replay()
+    with pytest.raises(UserError, match="the answers of 'lantern': written by an acceptance rule"):
+        replay(name="lantern")
+    with pytest.raises(UserError, match="accepts tokens that the target would not"):
+        replay(name="nobody's", acceptance=RULES["lantern"])
 
 
 def test_rows_of_codes_are_pictures_and_anything_else_is_none(place: Path) -> None:
@@ -275,16 +260,13 @@ def test_rows_of_codes_are_pictures_and_anything_else_is_none(place: Path) -> No
     assert images.codes([*tokens[:3], end, tokens[3]]) is None
 
 
-def test_impossible_sources_of_neighbours_are_named(place: Path, target_dir: Path, tmp_path: Path) -> None:
-    def refused(said: str, neighbours: object, *settings: str) -> None:
-        rule = f"eval.acceptance={{rule: lantern, neighbours: {neighbours}}}"
-        recipe = load_recipe(str(place / "recipe.yaml"), [rule, *settings])
+def test_impossible_sources_of_neighbours_are_named(place: Path, tmp_path: Path) -> None:
+    def refused(said: str, path: Path) -> None:
+        recipe = load_recipe(str(place / "recipe.yaml"), [f"eval.acceptance={{rule: lantern, neighbours: {path}}}"])
         with pytest.raises(UserError, match=said):
             check_contenders(recipe, TargetFiles.read(recipe.target), contenders_of(recipe))
 
     path = tmp_path / "codes.safetensors"
-    refused("has no codebook of its own", "codebook", f"target={{model: {target_dir}}}")
-    refused("is no file; write codebook, embedding", "embeddings")
     path.write_text("no tensors")
     refused("neighbours: .*not a readable safetensors file", path)
     vectors, ids = torch.zeros(3, 2), torch.arange(3)

@@ -26,9 +26,8 @@ from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.vocab import DraftVocab, cut_vocab
 from draftsmith.recipes.sections.eval import TreeSection
-from tests.decoding import decode_batch
+from tests.decoding import beside, decode_batch, misleading, sam_alone
 from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of
-from tests.sam_cases import beside, misleading, sam_alone
 from tests.scripted_drafting import linear_classifier
 from tests.thinning import a_few, meeting
 
@@ -169,15 +168,24 @@ def test_rounded_weights_draft_nearly_as_well(kind: str) -> None:
     assert rounded > 0.9 * whole > 36
 
 
+@cache
+def many_of(family: str) -> list[tuple[Any, ...]]:
+    own = [combination for combination in EVERYTHING if combination[0] == family]
+    return own if family == "llama" else list(meeting(own, 3))
+
+
+PARTS = 7  # of the combinations of a family, which workers share; odd, so that each has both of `ROWS`
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("family", a_few(FAMILIES, "llama"))
-def test_many_combinations(family: str) -> None:
-    own = [combination[1:] for combination in EVERYTHING if combination[0] == family]
+def test_many_combinations(family: str, part: int) -> None:
     wrong, accepted = [], 0
-    for others in own if family == "llama" else meeting(own, 3):
-        answers = decoded(family, *others)
+    for combination in many_of(family)[part::PARTS]:
+        answers = decoded(*combination)
         accepted += sum(sum(answer.accepted_per_round) for answer in answers)
         if [answer.token_ids for answer in answers] != expected_of(family)[: len(answers)]:
-            wrong.append(others)
+            wrong.append(combination)
     assert not wrong
-    assert accepted > 1000  # the drafters are right often enough for this to mean something
+    assert accepted > 1000 / PARTS  # the drafters are right often enough for this to mean something

@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import re
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 import yaml
 from PIL import Image, ImageChops, ImageStat
 
-from draftsmith.eval import acceptance
 from draftsmith.eval.measurement.benchmarks import PLAIN
 from draftsmith.eval.report_page.result_files import generations_path
 from draftsmith.models.chat import render_prompt
@@ -26,16 +24,13 @@ from draftsmith.models.vision import PictureReader
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.target import TargetSection
-from tests.compare_cases import save_untrained
+from tests.evaluation_cases import evaluate, make_recipe, measure, page_of, read_lines, save_untrained, write_lines
 from tests.models.test_vision import generated
-from tests.replay_cases import write_lines
-from tests.report_cases import evaluate, make_recipe, page_of
 from tests.thinning import a_few
 from tests.tiny_vision import BASIC_FAMILIES, picture, save_vision_target
-from tests.training_runs import run_main
 
 LENGTH, STOP = 16, 4
-SAY = {"type": "text", "text": "in the rain"}
+SAY = "in the rain"
 NAMES = ("a.png", "b.png", "c.png")
 
 
@@ -65,9 +60,9 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     part = {"type": "image", "path": "a.png", "sha256": digest(folder / "a.png")}
     write_lines(
         folder / "prompts.jsonl",
-        {"id": "part", "messages": [{"role": "user", "content": [part, SAY]}]},
-        {"id": "column", "prompt": "in the rain", "image": "b.png"},
-        {"id": "url", "prompt": "in the rain", "image": f"data:image/png;base64,{encoded}"},
+        {"id": "part", "messages": [{"role": "user", "content": [part, {"type": "text", "text": SAY}]}]},
+        {"id": "column", "prompt": SAY, "image": "b.png"},
+        {"id": "url", "prompt": SAY, "image": f"data:image/png;base64,{encoded}"},
         {"id": "turns", "messages": turns, "images": list(NAMES)},
         {"id": "text", "prompt": "the cat and the dog"},
     )
@@ -87,14 +82,9 @@ def digest(path: Path) -> str:
     return sha256(path.read_bytes()).hexdigest()
 
 
-def measure(place: Path, *overrides: str) -> None:
-    run_main(acceptance, str(place / "recipe.yaml"), *overrides)
-
-
 def lines_of(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
     """By contender, conversation and turn."""
-    lines = map(json.loads, path.read_text().splitlines())
-    return {(line["contender"], line["conversation_id"], line["turn"]): line for line in lines}
+    return {(line["contender"], line["conversation_id"], line["turn"]): line for line in read_lines(path)}
 
 
 @pytest.fixture(scope="module")
@@ -117,21 +107,18 @@ def test_answers_are_those_that_the_model_generates(place: Path, lines: dict[Any
         whole = generated(family, render_prompt(tokenizer, message), LENGTH)
         return whole[: whole.index(STOP) + 1] if STOP in whole else whole
 
-    a, b, c = ({"type": "image", "path": str(place / name)} for name in NAMES)
-    ask: Callable[..., dict[str, Any]] = lambda *parts: {"role": "user", "content": list(parts)}  # noqa: E731
-    expected = {
-        ("part", 1): [ask(a, SAY)],
-        ("column", 1): [ask(b, SAY)],
-        ("url", 1): [ask(c, SAY)],
-        ("text", 1): [ask({"type": "text", "text": "the cat and the dog"})],
-    }
-    cat, dog, both = ({"type": "text", "text": text} for text in ("the cat", "the dog", " and "))
+    def ask(*parts: str) -> dict[str, Any]:
+        """Names of pictures, and texts."""
+        pictures = {name: {"type": "image", "path": str(place / name)} for name in NAMES}
+        return {"role": "user", "content": [pictures.get(part, {"type": "text", "text": part}) for part in parts]}
+
+    answers = {("text", 1): told([ask("the cat and the dog")])}
+    answers |= {(name, 1): told([ask(each, SAY)]) for name, each in zip(("part", "column", "url"), NAMES, strict=True)}
     history: list[dict[str, Any]] = []
-    for turn, parts in enumerate([(a, cat), (dog,), (b, both, c)], start=1):
+    for turn, parts in enumerate([("a.png", "the cat"), ("the dog",), ("b.png", " and ", "c.png")], start=1):
         history.append(ask(*parts))
-        expected["turns", turn] = list(history)
+        answers["turns", turn] = told(history)
         history.append({"role": "assistant", "content": lines[PLAIN, "turns", turn]["text"]})
-    answers = {key: told(messages) for key, messages in expected.items()}
     assert len({tuple(answers[name, 1]) for name in ("part", "column", "url")}) == 3  # pictures matter
     contenders = {contender for contender, _, _ in lines}
     assert len(contenders) == 4 and len(lines) == 4 * len(answers)
@@ -163,7 +150,7 @@ def test_what_cannot_be_shown_is_rejected_with_its_reason(place: Path, target_di
     settings = f"eval.prompts={prompts}", f"eval.out={tmp_path / 'out'}", "eval.also=[]"
     measure(place, *settings)
     assert {name for _, name, _ in lines_of(tmp_path / "out/generations.jsonl")} == {"text"}
-    rejects = [json.loads(line) for line in (tmp_path / "out/prompts.rejects.jsonl").read_text().splitlines()]
+    rejects = read_lines(tmp_path / "out/prompts.rejects.jsonl")
     assert len(rejects) == len(records)
     assert all(reject["reason"].startswith(f"{reject['record']['id']}: ") for reject in rejects)
     write_lines(prompts, *(place / "prompts.jsonl").read_text().splitlines()[:4])
@@ -218,8 +205,7 @@ def test_the_report_makes_pictures_small_and_says_which_are_gone(tmp_path: Path)
     evaluate(recipe, [("a", None, "x", 1)])
     path = generations_path(recipe)
     shown = [named, named | {"sha256": "0" * 64}, {"path": "<b>\u202e\ud800.png"}]
-    lines = [json.loads(line) | {"pictures": shown} for line in path.read_text().splitlines()]
-    write_lines(path, *lines)
+    write_lines(path, *(line | {"pictures": shown} for line in read_lines(path)))
     page = page_of(recipe)
     assert [each.size for each in thumbnails(page)] == [(256, 85)] and "picture changed: " in page
     assert "picture missing: " in page and "&lt;b&gt;" in page and "\u202e" not in page

@@ -19,27 +19,9 @@ from draftsmith.eval.decoding.contenders import Contender, main_contender
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measurement.metrics import summarise
 from draftsmith.eval.planner import planning as planner
-from draftsmith.eval.planner import round_costs as costs_module
+from draftsmith.eval.planner import round_costs
 from draftsmith.eval.planner.planning import DEFAULT_CANDIDATES, Plan, as_yaml, candidates_of, ranked, recipe_keys
-from draftsmith.eval.planner.round_costs import (
-    BEAMS,
-    PLAIN_PROBE,
-    PROBED_NODES,
-    ROUNDS,
-    SETTLING,
-    Costs,
-    Curve,
-    Parts,
-    costs_of,
-    family,
-    keep_known,
-    measure_costs,
-    predicted,
-    probe_trees,
-    read_known,
-    seconds_at,
-    shape_of,
-)
+from draftsmith.eval.planner.round_costs import Costs, Parts, costs_of, family, measure_costs, predicted, probe_trees
 from draftsmith.eval.replay.recorded_answers import RecordedAnswer, Recording
 from draftsmith.eval.replay.replay import plain_rounds
 from draftsmith.models.draft_tree import Committed, DraftTree
@@ -50,7 +32,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import TargetSession
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.sections.eval import TreeSection
-from tests.clock import Clock
+from tests.clock import Clock, slowed
 from tests.conftest import make_target
 from tests.data_gen.test_c2t import place as place
 from tests.training_runs import run_main
@@ -78,26 +60,27 @@ KINDS = [
 def test_costs_are_medians_and_straight_lines_between_them() -> None:
     trees = {"a": tree_of(policy="chain", nodes=2), "b": tree_of(policy="chain", nodes=4)}
     trees |= {str(n): tree_of(nodes=n, draft_calls=2, top_k=4) for n in (8, 16)}
-    parts = {PLAIN_PROBE: Parts(1, 0, 0.1, 1.0, 0.5)}
+    parts = {round_costs.PLAIN_PROBE: Parts(1, 0, 0.1, 1.0, 0.5)}
     parts |= {"a": Parts(2, 1, 1.0, 2.0, 0.5, 3.0), "b": Parts(4, 3, 3.0, 6.0, 0.7, 5.0)}
     parts |= {"8": Parts(8, 2, 4.0, 8.0, 1.0, 5.0), "16": Parts(16, 2, 6.0, 12.0, 1.0, 9.0)}
     costs = costs_of(trees, parts, 10, 1)
     assert (costs.plain, costs.prompt) == (1.6, 0.5)
-    assert [seconds_at(costs.verify["chain"], [x]) for x in (1, 2, 3, 4)] == [1.0, 2.0, 4.0, 6.0]
-    assert seconds_at(costs.verify["tree"], [1, 8, 10, 16]) == 1.0 + 8.0 + 9.0 + 12.0
+    assert [round_costs.seconds_at(costs.verify["chain"], [x]) for x in (1, 2, 3, 4)] == [1.0, 2.0, 4.0, 6.0]
+    assert round_costs.seconds_at(costs.verify["tree"], [1, 8, 10, 16]) == 1.0 + 8.0 + 9.0 + 12.0
     assert costs.draft["chain"] == ((1.0, 1.0), (3.0, 3.0))
     assert costs.draft["eagle2, top_k 4"] == ((2.0, 5.0),)  # of two probes with as many calls
-    assert not costs.busy and costs_of(trees, parts | {PLAIN_PROBE: Parts(1, 0, 0, 1, 0, 0, 0.3)}, 10, 1).busy
+    parts[round_costs.PLAIN_PROBE] = Parts(1, 0, 0, 1, 0, 0, 0.3)
+    assert costs_of(trees, parts, 10, 1).busy and not costs.busy
 
 
-def line(at_one: float, slope: float) -> Curve:
+def line(at_one: float, slope: float) -> round_costs.Curve:
     return (1.0, at_one), (101.0, at_one + 100 * slope)
 
 
 @pytest.mark.parametrize("tree", [{"policy": "chain", "nodes": 5}, {"policy": "ddd", "nodes": 20, "top_k": 4}])
 def test_the_speed_up_is_the_formula_s(tree: dict[str, Any]) -> None:
     chance, asked = random.Random(0), tree_of(**tree)
-    shape, calls = shape_of(asked), {family(asked): line(0.4, 0.2)}
+    shape, calls = round_costs.shape_of(asked), {family(asked): line(0.4, 0.2)}
     costs = Costs(1.5, {"chain": line(9, 9), shape: line(1, 0.1)}, {shape: line(0.3, 0.01)}, calls, 0.0, 10)
     generations, tokens, seconds = [], 0, 0.0
     for _ in range(5):
@@ -127,14 +110,14 @@ def test_probes_cover_every_round_that_candidates_may_lead_to(kinds: list[int]) 
         said = probe.model_dump(exclude_unset=True) | ({"ddd": {"at": "every"}} if probe.policy == "ddd" else {})
         checked = TreeSection.model_validate(said)
         calls.setdefault(family(probe), set()).add(checked.calls)
-        nodes[shape_of(probe)].add(checked.most)
+        nodes[round_costs.shape_of(probe)].add(checked.most)
     for tree in trees:
         found = calls[family(tree)]
         assert max(found) == tree.calls and (1 in found or tree.policy == "static")
-        assert max(nodes[shape_of(tree)]) >= tree.most
+        assert max(nodes[round_costs.shape_of(tree)]) >= tree.most
     assert set(calls) == {family(tree) for tree in trees} and len(probes) == len({p.model_dump_json() for p in probes})
-    most = max((tree.most for tree in trees if tree.policy in BEAMS), default=0)
-    assert {n for n in PROBED_NODES if n < most} <= nodes["tree"]  # between them, lines are short
+    most = max((tree.most for tree in trees if tree.policy in round_costs.BEAMS), default=0)
+    assert {n for n in round_costs.PROBED_NODES if n < most} <= nodes["tree"]  # between them, lines are short
 
 
 def test_drawn_chains_have_costs_of_their_own() -> None:
@@ -159,7 +142,7 @@ class Clocked:
         raise AssertionError("nothing is rolled back while costs are measured")
 
     def observe(self, committed: Committed) -> None:
-        self.clock.now += self.reads + 50 * (0 < self.rounds < SETTLING)
+        self.clock.now += self.reads + 50 * (0 < self.rounds < round_costs.SETTLING)
         self.reads = 2.0
         self.rounds += 1
         self.roots = [tokens[-1] for tokens in committed.tokens]
@@ -173,19 +156,9 @@ class Clocked:
 def test_each_second_is_charged_where_it_passes(rows: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, target = Clock(), Target(make_target())
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(costs_module, "ROUNDS", SETTLING + 1)
-    verify, commit = TargetSession.verify, TargetSession.commit
-
-    def slow_verify(self: TargetSession, tree: DraftTree) -> Any:
-        clock.now += 10 * tree.nodes
-        return verify(self, tree)
-
-    def slow_commit(self: TargetSession, *arguments: Any) -> None:
-        clock.now += 1
-        commit(self, *arguments)
-
-    monkeypatch.setattr(TargetSession, "verify", slow_verify)
-    monkeypatch.setattr(TargetSession, "commit", slow_commit)
+    monkeypatch.setattr(round_costs, "ROUNDS", round_costs.SETTLING + 1)
+    slowed(monkeypatch, clock, TargetSession, "verify", lambda session, tree: 10 * tree.nodes)
+    slowed(monkeypatch, clock, TargetSession, "commit", lambda *_: 1)
     tree = tree_of(policy="chain", nodes=2)
     costs = measure_costs(target, lambda tree: Clocked(clock), [tree], [[11, 12, 13, 14]], 3, sampling, rows)
     assert (costs.plain, costs.busy) == (11, False)
@@ -203,27 +176,27 @@ def test_what_was_measured_here_is_not_measured_again(tmp_path: Path, monkeypatc
     def rounds(at: Target, proposer: Any, prompts: Any, sampling: Any) -> list[Parts]:
         timed.append("plain" if proposer is None else "probe")
         nodes = 1 if proposer is None else 2
-        return [Parts(nodes, nodes - 1, 0.1 / next(pace), 1.0, 0.1) for _ in range(ROUNDS)]
+        return [Parts(nodes, nodes - 1, 0.1 / next(pace), 1.0, 0.1) for _ in range(round_costs.ROUNDS)]
 
     def measured(known: dict[str, Parts], *nodes: int, **settings: Any) -> Costs:
         timed.clear()
         trees = [tree_of(policy="chain", nodes=n) for n in nodes]
         return measure_costs(target, lambda _: Clocked(clock), trees, [[11, 12, 13]], 3, known=known, **settings)
 
-    monkeypatch.setattr(costs_module, "timed_rounds", rounds)
+    monkeypatch.setattr(round_costs, "timed_rounds", rounds)
     path, known = tmp_path / "costs.json", dict[str, Parts]()
     costs = measured(known, 2)
-    assert timed == ["plain", "probe"] * costs_module.PASSES and len(known) == 2
-    keep_known(path, "a", known)
-    again = read_known(path, "a")
+    assert timed == ["plain", "probe"] * round_costs.PASSES and len(known) == 2
+    round_costs.keep_known(path, "a", known)
+    again = round_costs.read_known(path, "a")
     assert measured(again, 2) == costs and not timed  # to the last digit
     measured(again, 2, 9, deadline=0.0)  # chains of 1, 2 and 8 tokens; the first is known
     assert timed == ["probe"] * 2 and len(again) == 4  # one pass, however little time there is
-    for key in map(str, range(costs_module.KEPT)):
-        keep_known(path, key, again)
-    assert read_known(path, "0") == again and not read_known(path, "a")  # the oldest goes
+    for key in map(str, range(round_costs.KEPT)):
+        round_costs.keep_known(path, key, again)
+    assert round_costs.read_known(path, "0") == again and not round_costs.read_known(path, "a")  # the oldest goes
     path.write_text(path.read_text()[:-9])
-    assert not read_known(path, "0")
+    assert not round_costs.read_known(path, "0")
 
 
 @pytest.mark.parametrize(("node", "call", "gains"), [(20.0, 1.0, False), (0.0, 0.0, True)])
@@ -314,8 +287,8 @@ def test_the_slow_are_dropped_as_far_as_there_is_time(
     recipe_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Few timed rounds on a machine that is never busy, and nothing known yet."""
-    monkeypatch.setattr(costs_module, "ROUNDS", SETTLING + 1)
-    monkeypatch.setattr(costs_module, "BUSY", float("inf"))
+    monkeypatch.setattr(round_costs, "ROUNDS", round_costs.SETTLING + 1)
+    monkeypatch.setattr(round_costs, "BUSY", float("inf"))
     (place / "run/planner_costs.json").unlink(missing_ok=True)
     monkeypatch.setattr(planner, "LOOK", 2)
     monkeypatch.setattr(planner, "SHOWN_ROWS", 2)

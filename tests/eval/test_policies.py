@@ -3,26 +3,18 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from draftsmith.eval.decoding.policies import (
-    C2T,
-    LARGE,
-    Chain,
-    Eagle2,
-    PolicyProposer,
-    StaticTree,
-    TreePolicy,
-    policy_of,
-    top_tokens,
-)
+from draftsmith.eval.decoding import policies
+from draftsmith.eval.decoding.policies import C2T, Chain, Eagle2, PolicyProposer, StaticTree, TreePolicy, policy_of
 from draftsmith.eval.decoding.stopping import Ddd, Svip, SvipTree
 from draftsmith.models.draft_tree import Committed
-from draftsmith.models.sampling import Sampling, SeededDraws
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.recipes.sections.eval import C2tSection, TreeSection
 from tests import reference
 from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, linear_classifier, paths_of, roots
@@ -46,29 +38,16 @@ def static_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
     return StaticTree(tuple(paths)), lambda table: reference.ranked_tree(table, paths)
 
 
-def beam_sizes(chance: random.Random) -> tuple[int, int, int]:
-    return chance.choice([2, 6, 15, 40, 500]), chance.randint(1, 5), chance.choice([1, 2, 3, 5, VOCAB, VOCAB + 3])
-
-
-def eagle2_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
-    sizes = beam_sizes(chance)
-    return Eagle2(*sizes), lambda table: reference.eagle2_tree(table, *sizes)
-
-
-def ddd_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
-    sizes, threshold = beam_sizes(chance), -chance.uniform(0.01, 1.5)
-    at = chance.choice([None, (1, 3), (2, 4)])
-    stop = Ddd(threshold, "every" if at is None else at)
-    return Eagle2(*sizes, stop), lambda table: reference.eagle2_tree(
-        table, *sizes, reference.ddd_ends(table, threshold, at)
-    )
-
-
-def svip_tree_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
-    sizes, c, h = beam_sizes(chance), chance.uniform(0.1, 0.3), chance.uniform(0.1, 0.7)
-    return Eagle2(*sizes, SvipTree(c, h)), lambda table: reference.eagle2_tree(
-        table, *sizes, reference.svip_tree_ends(table, c, h)
-    )
+def beam_case(kind: str, chance: random.Random) -> tuple[TreePolicy, Twin]:
+    sizes = chance.choice([2, 6, 15, 40, 500]), chance.randint(1, 5), chance.choice([1, 2, 3, 5, VOCAB, VOCAB + 3])
+    threshold, at = -chance.uniform(0.01, 1.5), chance.choice([None, (1, 3), (2, 4)])
+    c, h = chance.uniform(0.1, 0.3), chance.uniform(0.1, 0.7)
+    stop, ends = {
+        "eagle2": (None, lambda table: None),
+        "ddd": (Ddd(threshold, at or "every"), lambda table: reference.ddd_ends(table, threshold, at)),
+        "svip_tree": (SvipTree(c, h), lambda table: reference.svip_tree_ends(table, c, h)),
+    }[kind]
+    return Eagle2(*sizes, stop), lambda table: reference.eagle2_tree(table, *sizes, ends(table))
 
 
 def c2t_case(chance: random.Random) -> tuple[TreePolicy, Twin]:
@@ -88,9 +67,7 @@ CASES = {
     ),
     "svip": svip_case,
     "static": static_case,
-    "eagle2": eagle2_case,
-    "ddd": ddd_case,
-    "svip_tree": svip_tree_case,
+    **{kind: partial(beam_case, kind) for kind in ("eagle2", "ddd", "svip_tree")},
     "c2t": c2t_case,
 }
 STOPPING = ("svip", "ddd", "svip_tree", "c2t")
@@ -130,21 +107,16 @@ class Odd(Table):
         super().__init__(seed, vocab_size)
         self.kinds = kinds
 
-    def row(self, path: Nodes) -> torch.Tensor:
-        if path not in self.known:
-            chance = random.Random(f"odd {self.seed} {path}")
-            kind, row, half = chance.choice(self.kinds), super().row(path).clone(), (self.vocab_size + 1) // 2
-            somewhere = chance.randrange(self.vocab_size)
-            everywhere = {"nan": math.nan, "nothing": -math.inf, "uniform": -math.log(self.vocab_size)}
-            row[:] = torch.full_like(row, everywhere[kind]) if kind in everywhere else row
-            if kind == "one nan":
-                row[somewhere] = math.nan
-            elif kind in ("many nans", "zeros"):
-                row[:half] = math.nan if kind == "many nans" else -math.inf
-            elif kind == "certain":
-                row[:], row[somewhere] = -math.inf, 0.0
-            self.known[path] = row
-        return self.known[path]
+    def made(self, path: Nodes) -> torch.Tensor:
+        chance, row, half = random.Random(f"odd {self.seed} {path}"), super().made(path), (self.vocab_size + 1) // 2
+        kind, somewhere = chance.choice(self.kinds), chance.randrange(self.vocab_size)
+        of_all = {"nan": math.nan, "nothing": -math.inf, "certain": -math.inf, "uniform": -math.log(self.vocab_size)}
+        row[:] = torch.full_like(row, of_all[kind]) if kind in of_all else row
+        if kind in ("one nan", "certain"):
+            row[somewhere] = math.nan if kind == "one nan" else 0.0
+        elif kind in ("many nans", "zeros"):
+            row[:half] = math.nan if kind == "many nans" else -math.inf
+        return row
 
 
 # All kinds mixed; NaN alone; no possible token; ties everywhere; certain tokens; zeros.
@@ -156,13 +128,12 @@ ODD = (Odd.KINDS, ("nan",), ("nothing",), ("uniform",), ("certain",), ("zeros",)
 def test_whatever_the_drafter_gives_trees_are_connected_and_those_of_each_row_alone(name: str, vocab_size: int) -> None:
     for seed in range(12):
         chance, kinds = random.Random(f"{name} {seed}"), ODD[seed % len(ODD)]
-        if name == "drawn static":
-            policy: TreePolicy = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)), Sampling(0.8, top_p=0.9))
-        elif name.startswith("drawn"):
-            stop = Svip(0.15, 0.4) if name == "drawn svip" else None
-            policy = Chain(chance.randint(1, 5), stop, Sampling(0.8, top_p=0.9))
-        elif name == "static" and vocab_size < VOCAB:
-            policy = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)))
+        drawn = name.startswith("drawn")
+        sampling = Sampling(0.8, top_p=0.9) if drawn else GREEDY
+        if name == "drawn static" or (name == "static" and vocab_size < VOCAB):
+            policy: TreePolicy = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)), sampling)
+        elif drawn:
+            policy = Chain(chance.randint(1, 5), Svip(0.15, 0.4) if name == "drawn svip" else None, sampling)
         else:
             policy = CASES[name](chance)[0]
         if name == "c2t":  # equal features may differ in their last bit by their place in a matrix: no ties
@@ -186,7 +157,7 @@ def test_whatever_the_drafter_gives_trees_are_connected_and_those_of_each_row_al
                 torch.testing.assert_close(together.drawn_from[row].sum(-1), have_children)
 
 
-@pytest.mark.parametrize("size", [LARGE - 1, LARGE, 2 * LARGE + 100])
+@pytest.mark.parametrize("size", [policies.LARGE - 1, policies.LARGE, 2 * policies.LARGE + 100])
 @pytest.mark.parametrize("count", [1, 31])
 def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, count: int) -> None:
     generator = torch.Generator().manual_seed(size + count)
@@ -197,7 +168,7 @@ def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, coun
     log_probs[1, 0, 5000] = log_probs[1, 0, -1] = math.nan
     log_probs[1, 1] = math.nan
     log_probs[1, 2, :4000] = -math.inf
-    values, tokens = top_tokens(log_probs, count)
+    values, tokens = policies.top_tokens(log_probs, count)
     expected = log_probs.topk(count)
     torch.testing.assert_close(values, expected.values, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(log_probs.gather(-1, tokens), values, rtol=0, atol=0, equal_nan=True)

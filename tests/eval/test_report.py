@@ -5,6 +5,7 @@ import base64
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +21,40 @@ from draftsmith.eval.report_page import html as report_html
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 from tests.conftest import make_tokenizer
-from tests.report_cases import MADE, MAIN, PLAIN, Page, described, evaluate, make_recipe, page_of
+from tests.evaluation_cases import MADE, MAIN, PLAIN, Page, described, evaluate, make_recipe, page_of, trace
 from tests.training_runs import run_main
 
-
-def trace(accepted: list[int], is_cut: bool, length: int) -> Generation:
-    out = Generation([1], list(range(length)), accepted, is_cut)
-    out.tree_nodes, out.draft_calls, out.tried = [8] * len(accepted), [7] * len(accepted), [7] * len(accepted)
-    out.draft_seconds, out.verify_seconds, out.decode_seconds = 0.2, 0.5, 1.0
-    return out
+EIGHT = trace([0] * 8)  # by plain decoding
 
 
 def numbers(*generations: Generation) -> dict[str, Any]:
     return summarise(generations, generations, 0)
 
 
-def random_trace(chance: random.Random) -> Generation:
-    accepted = [chance.randrange(5) for _ in range(chance.randint(0, 6))]
-    is_cut = bool(accepted) and chance.random() < 0.5
-    return trace(accepted, is_cut, 1 + sum(accepted) + len(accepted) - is_cut)
+def random_traces(chance: random.Random) -> list[Generation]:
+    """Thirty, of 1 to 3 seconds each."""
+    rounds = [[chance.randrange(5) for _ in range(chance.randint(0, 6))] for _ in range(30)]
+    return [trace(each, bool(each) and chance.random() < 0.5, decode_seconds=chance.uniform(1, 3)) for each in rounds]
 
 
 def test_tau_on_hand_written_traces() -> None:
     # 1 token from the prefill; rounds of 2+1, 0+1, 3+1 tokens: 9 tokens in all, 8 in 3 rounds.
-    whole = trace([2, 0, 3], False, 9)
+    whole = trace([2, 0, 3])
     assert tau([whole]) == pytest.approx(8 / 3)
     # The last round ends at a stop token that was its second drafted token: 2 tokens, no bonus.
-    stopped = trace([2, 2], True, 6)
+    stopped = trace([2, 2], is_cut=True)
     assert numbers(stopped)["tau"] == pytest.approx(5 / 2)
     assert numbers(whole, stopped)["tau"] == pytest.approx(13 / 5)  # over rounds, not a mean of means
-    nothing = numbers(trace([], False, 1))  # the prefill's token was the stop token
+    nothing = numbers(trace([]))  # the prefill's token was the stop token
     assert nothing["tau"] is None and nothing["acceptance_by_position"] == [] and nothing["accepted_histogram"] == []
     # whole: position 1 tried 3 times, accepted 2; position 2 tried 2, accepted 2; position 3 tried 2, accepted 1.
     assert numbers(whole)["acceptance_by_position"] == pytest.approx([2 / 3, 1.0, 0.5], abs=1e-4)
     # A cut round says nothing about the position where it was cut: 4 of 4 and 4 of 4, then position 3 fails once.
     assert numbers(whole, stopped)["acceptance_by_position"] == pytest.approx([4 / 5, 1.0, 1 / 3], abs=1e-4)
     assert numbers(whole, stopped)["accepted_histogram"] == [1, 0, 3, 1]
-
-
-def test_a_position_that_nobody_drafted_was_not_tried() -> None:
-    copied = trace([0, 0, 2], False, 6)  # prompt lookup: two rounds without a draft, then two copied tokens, both right
-    copied.tried = [0, 0, 2]
-    assert numbers(copied)["acceptance_by_position"] == [1.0, 1.0]
-    wide = trace([1, 2, 1], False, 8)  # trees of two calls: only what was drafted that deep counts at position 2
-    wide.tried = [2, 2, 1]
-    assert numbers(wide)["acceptance_by_position"] == [1.0, 0.5]
+    # A position that nobody drafted was not tried: in rounds of prompt lookup without a draft, and in shallower trees.
+    for accepted, tried, expected in (([0, 0, 2], [0, 0, 2], [1.0, 1.0]), ([1, 2, 1], [2, 2, 1], [1.0, 0.5])):
+        assert numbers(trace(accepted, tried=tried))["acceptance_by_position"] == expected
 
 
 @pytest.mark.parametrize(("infinite", "expected"), [(10, [24.975, 974.025]), (25, None), (40, None)])
@@ -77,9 +67,8 @@ def test_infinite_resamples_count_and_an_interval_has_two_ends(infinite: int, ex
 
 
 def test_summary_of_traces() -> None:
-    plain = trace([0] * 8, False, 9)
-    plain.decode_seconds = 2.0
-    found = summarise([trace([2, 0, 3], False, 9)] * 4, [plain] * 4, seed=0)
+    plain, mine = trace([0] * 8, decode_seconds=2.0), trace([2, 0, 3])
+    found = summarise([mine] * 4, [plain] * 4, seed=0)
     # 8 nodes a round are 7 drafts; 5 of 21 were accepted. 0.2 s for 21 calls, 0.5 s for 3 forwards.
     wanted = {
         **{"rounds": 12, "new_tokens": 36, "tau": 8 / 3, "tau_interval": [8 / 3, 8 / 3], "accepted_per_round": 5 / 3},
@@ -93,32 +82,24 @@ def test_summary_of_traces() -> None:
     assert {name: found[name] for name in wanted} == {
         name: value if isinstance(value, dict) else pytest.approx(value, abs=1e-3) for name, value in wanted.items()
     }
-    other, mine = trace([0] * 8, False, 9), trace([2, 0, 3], False, 9)
-    other.token_ids = [9] * 9
+    other = trace([0] * 8, token_ids=[9] * 9)
     assert found["matches_target"] is True
     assert summarise([mine, mine], [other, plain], 0)["matches_target"] is False
     # Drawn answers need not be equal: nothing is said about it.
     assert summarise([mine], [other], 0, sampled=True)["matches_target"] is None
     # The ratio of sums weighs long answers more, the mean of ratios weighs prompts alike.
-    slow, slower = trace([0] * 2, False, 3), trace([0] * 100, False, 101)
-    slow.decode_seconds, slower.decode_seconds = 4.0, 2.0  # 4 times and twice as fast
-    row = summarise([trace([1], False, 3), trace([1] * 50, False, 101)], [slow, slower], 0)
+    # Drafts are 4 times as fast, and twice.
+    slow = [trace([0] * 2, decode_seconds=4.0), trace([0] * 100, decode_seconds=2.0)]
+    row = summarise([trace([1]), trace([1] * 50)], slow, 0)
     assert row["speedup"] == pytest.approx((102 / 2) / (102 / 6))
     assert row["mean_prompt_speedup"] == pytest.approx(3.0) and row["mean_prompt_speedup_interval"] == [2.0, 4.0]
 
 
 def test_intervals_resample_conversations_not_turns() -> None:
     """A conversation asked four times over tells no more than once."""
-    plain = trace([0] * 8, False, 9)
-
-    def turns(accepted: list[int], name: str) -> Generation:
-        generation = trace(accepted, False, len(accepted) + sum(accepted) + 1)
-        generation.conversation_id = name
-        return generation
-
-    once = [turns([i, i % 3], f"c{i}") for i in range(8)]
+    once = [trace([i, i % 3], conversation_id=f"c{i}") for i in range(8)]
     four = [generation for generation in once for _ in range(4)]
-    single, repeated = (summarise(g, [plain] * len(g), 0) for g in (once, four))
+    single, repeated = (summarise(g, [EIGHT] * len(g), 0) for g in (once, four))
     assert (single["prompts"], single["answers"], repeated["prompts"], repeated["answers"]) == (8, 8, 8, 32)
     assert repeated["tau_interval"] == single["tau_interval"]
     assert numbers(once[0])["tau_interval"] is None  # one prompt says nothing about spread
@@ -127,11 +108,8 @@ def test_intervals_resample_conversations_not_turns() -> None:
 def test_intervals_and_paired_ratios_against_slow_twins() -> None:
     """Resampling one prompt after another, by another generator and the same prompts for both sides."""
     chance = random.Random(4)
-    mine, others = ([random_trace(chance) for _ in range(30)] for _ in range(2))
-    for g in (*mine, *others):
-        g.decode_seconds = chance.uniform(1, 3)
-    plain = [trace([0] * 8, False, 9)] * 30
-    row = summarise_all({"plain": plain, "main": mine, "other": others}, "plain", 0)["contenders"]["other"]
+    mine, others = random_traces(chance), random_traces(chance)
+    row = summarise_all({"plain": [EIGHT] * 30, "main": mine, "other": others}, "plain", 0)["contenders"]["other"]
 
     def ratios(rows: list[int]) -> tuple[float, float, float]:
         tokens = [sum(len(side[i].token_ids) - 1 for i in rows) for side in (others, mine)]
@@ -149,13 +127,8 @@ def test_intervals_and_paired_ratios_against_slow_twins() -> None:
 
 def test_what_all_prompts_share_has_no_spread() -> None:
     """Prompts of very different speed, the other always a quarter faster."""
-    chance = random.Random(4)
-    mine, plain = [random_trace(chance) for _ in range(30)], [trace([0] * 8, False, 9)] * 30
-    for g in mine:
-        g.decode_seconds = chance.uniform(1, 3)
-    faster = [Generation(**vars(g)) for g in mine]
-    for g in faster:
-        g.decode_seconds /= 1.25
+    mine, plain = random_traces(random.Random(4)), [EIGHT] * 30
+    faster = [replace(g, decode_seconds=g.decode_seconds / 1.25) for g in mine]
     rows = summarise_all({"plain": plain, "main": mine, "faster": faster}, "plain", 0, main="main")["contenders"]
     assert rows["faster"]["speed_ratio_interval"] == rows["main"]["fastest_ratio_interval"] == [1.25, 1.25]
     assert rows["faster"]["tau_ratio_interval"] == [1.0, 1.0]
@@ -169,26 +142,15 @@ def test_what_all_prompts_share_has_no_spread() -> None:
     assert rows["main"]["fastest_ratio"] == 1.0
 
 
-def conversation(benchmark: str, name: str, category: str | None, turns: int, accepted: int) -> list[Generation]:
-    out = []
-    for turn in range(1, turns + 1):
-        generation = trace([accepted] * turn, False, 1 + turn * (accepted + 1))
-        generation.benchmark, generation.conversation_id = benchmark, name
-        generation.category, generation.turn = category, turn
-        out.append(generation)
-    return out
-
-
 def test_parts_are_summed_from_their_own_turns() -> None:
     # Two benchmarks number their questions alike: "0" of the one is not "0" of the other.
-    drafted = [
-        *conversation("chat", "0", "writing", 2, 1),
-        *conversation("chat", "1", "maths", 2, 2),
-        *conversation("code", "0", None, 1, 5),
-    ]
-    plain = [trace([0] * (len(g.token_ids) - 1), False, len(g.token_ids)) for g in drafted]
-    for g, p in zip(drafted, plain, strict=True):
-        p.benchmark, p.conversation_id, p.category, p.turn = g.benchmark, g.conversation_id, g.category, g.turn
+    drafted, plain = list[Generation](), list[Generation]()
+    conversations = ("chat", "0", "writing", 2, 1), ("chat", "1", "maths", 2, 2), ("code", "0", None, 1, 5)
+    for benchmark, name, category, turns, accepted in conversations:
+        for turn in range(1, turns + 1):
+            whose: Any = {"benchmark": benchmark, "conversation_id": name, "category": category, "turn": turn}
+            drafted.append(trace([accepted] * turn, **whose))
+            plain.append(trace([0] * turn * (accepted + 1), **whose))
     out = summarise_all({"plain": plain, "drafter": drafted}, "plain", 0)
     rows = {name: part["drafter"] for name, part in (out["benchmarks"] | out["categories"] | out["turns"]).items()}
     assert {name: (row["accepted_per_round"], row["prompts"], row["answers"]) for name, row in rows.items()} == {
@@ -203,6 +165,14 @@ def test_parts_are_summed_from_their_own_turns() -> None:
 
 
 # The report.
+
+THREE = [("a", None, str(i), 1) for i in range(3)]  # questions
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return make_recipe(tmp_path)
+
 
 Speeds = dict[str, tuple[float | None, list[float] | None]]
 FAST, SLOW, WIDE = (1.64, [1.41, 1.93]), (0.74, [0.67, 0.83]), (1.7, [0.9, 2.5])
@@ -261,9 +231,8 @@ def script_lines(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> list[str
     return capsys.readouterr().out.splitlines()
 
 
-def test_answers_show_exactly_the_recorded_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_show_exactly_the_recorded_rounds(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_html, "SHOWN_ANSWERS", 5)
-    recipe = make_recipe(tmp_path)
     results = evaluate(recipe, [("a", None, str(i), 1) for i in range(9)])
     html = page_of(recipe)
     expected = [
@@ -277,8 +246,7 @@ def test_answers_show_exactly_the_recorded_rounds(tmp_path: Path, monkeypatch: p
     assert Page(html).answers == ["".join(f" word{i}" for i in range(30))] * 5
 
 
-def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path)
+def test_the_page_needs_nothing_but_itself(recipe: Recipe) -> None:
     names = (MAIN, *(f"tree {i}" for i in range(9)))
     evaluate(recipe, [("a", c, str(i), 1) for i, c in enumerate("xyxy")], contenders=names)
     page = Page(page_of(recipe))
@@ -304,10 +272,9 @@ HOSTILE = [
 ]
 
 
-def test_hostile_texts_stay_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_texts_stay_texts(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tokens, questions, names of contenders, benchmarks and categories, on the page and in the figures."""
     monkeypatch.setattr(report_html, "SHOWN_ANSWERS", 2)
-    recipe = make_recipe(tmp_path)
     names = [f"{text}#{i}" for i, text in enumerate(HOSTILE)]
     questions = [(name, category, name, 1) for name in names for category in (name, "c")]
     evaluate(recipe, questions, length=len(HOSTILE), contenders=tuple(names), texts=HOSTILE)
@@ -324,10 +291,8 @@ def test_hostile_texts_stay_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert figures.harmless(name) in page.text
 
 
-def test_generations_are_kept_whole(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path)
-    results = evaluate(recipe, [("a", None, str(i), 1) for i in range(4)], contenders=(MAIN, "other"))
-    for name, generations in results.items():
+def test_generations_are_kept_whole(recipe: Recipe) -> None:
+    for name, generations in evaluate(recipe, THREE, contenders=(MAIN, "other")).items():
         records = list(read_generations(result_files.generations_path(recipe), name))
         again = [Generation(**{key: r[key] for key in vars(generations[0]) if key in r}) for r in records]
         assert again == generations
@@ -345,8 +310,7 @@ def test_token_texts_join_to_the_answer() -> None:
     assert "".join(token_texts(tokenizer, broken)).endswith("a")
 
 
-def test_the_table_fits_eighty_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = make_recipe(tmp_path)
+def test_the_table_fits_eighty_columns(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
     questions = [("mt_bench", "writing", str(i // 2), 1 + i % 2) for i in range(8)] + [("humaneval", None, "0", 1)]
     names = ("[bold]a long name of a contender, longer than its column[/]", "back\\", "[red]x[/]\\\\", ":smile:")
     evaluate(recipe, questions, contenders=names)
@@ -366,21 +330,20 @@ def test_whose_answers_they_are_is_told(tmp_path: Path, capsys: pytest.CaptureFi
         return [re.sub(r"\s+", " ", text) for text in texts]
 
     recipe = make_recipe(tmp_path)
-    results = evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
+    results = evaluate(recipe, THREE)
     results[MAIN][1].token_ids[3] = 999
     numbers = summarise_all(results, PLAIN, 0)
     for dtype, cause in (("float32", "a defect: please report it"), ("bfloat16", "bfloat16 rounds")):
         result_files.write_acceptance(recipe, numbers, described(results), MAIN, PLAIN, MADE | {"dtype": dtype})
         assert all(f"{MAIN} (67% are)" in text and cause in text for text in told())
     recipe = make_recipe(tmp_path, temperature=0.7, top_p=0.9)
-    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
+    evaluate(recipe, THREE)
     assert result_files.read_acceptance(recipe.eval_out / "acceptance.json")["matches_target"] is None
     assert all("drawn at temperature 0.7" in text and "token for token" not in text for text in told())
 
 
-def test_training_curves(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path)
-    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
+def test_training_curves(recipe: Recipe) -> None:
+    evaluate(recipe, THREE)
     assert len(figures_of(Page(page_of(recipe)))) == 2  # by position, time
     line = {"loss": 0.5, "accuracy": [0.5, 0.4], "simulated_tau": 1.7, "lr": 1e-4, "grad_norm": 1.0}
     lines = [json.dumps(line | {"step": step}) for step in range(1, 3001)]
@@ -398,12 +361,11 @@ def test_parts_of_benchmarks_whose_names_begin_alike() -> None:
     assert [(kind, name) for kind, name, _ in found] == parts
 
 
-def test_answers_of_one_token_have_no_rounds(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path)
-    evaluate(recipe, [("a", None, str(i), 1) for i in range(2)], length=1)
+def test_answers_of_one_token_have_no_rounds(recipe: Recipe) -> None:
+    evaluate(recipe, THREE, length=1)
     page = Page(page_of(recipe))
     assert "nothing could be drafted" in page.text and page.sources == []
-    assert page.answers == [" word0"] * 2
+    assert page.answers == [" word0"] * 3
 
 
 def test_a_worthless_drafter_gets_advice() -> None:
@@ -416,25 +378,25 @@ def test_a_worthless_drafter_gets_advice() -> None:
 # Damaged files.
 
 
-def test_damaged_files_are_named(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path)
-    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)], contenders=(MAIN, "other"))
+def test_damaged_files_are_named(recipe: Recipe) -> None:
+    evaluate(recipe, THREE, contenders=(MAIN, "other"))
     metrics, answers = result_files.metrics_path(recipe), result_files.generations_path(recipe)
-
-    def damaged(path: Path, content: bytes, said: str) -> None:
-        before = path.read_bytes() if path.exists() else None
-        path.write_bytes(content)
+    lines, good = answers.read_text().splitlines(), '{"step": 1, "loss": 2.0, "simulated_tau": 1.7}'
+    cut, others = [*lines[:7], lines[7][:-9], lines[8]], [line for line in lines if MAIN not in line]
+    metrics.write_text(good)
+    for path, content, said in (
+        (metrics, [good, "not json", good], r"metrics\.jsonl:2: malformed.*; delete the line"),
+        (metrics, [good, "[1]", good], r"metrics\.jsonl:2: not a JSON object.*; delete the line"),
+        (metrics, [good, '{"step": 2}', good], r"metrics\.jsonl:2: lacks loss.*; delete the line"),
+        (answers, cut, r"generations\.jsonl:8: malformed JSON.*run `draftsmith evaluate` again"),
+        (answers, others, f"holds no answer of '{MAIN}'; it is damaged, or of another run"),
+        *(
+            (recipe.eval_out / "acceptance.json", [text], r"acceptance\.json: .*run `draftsmith evaluate` again")
+            for text in ("[1]", '{"contender": "a", "contend', '{"tau": 1}')
+        ),
+    ):
+        before = path.read_text()
+        path.write_text("\n".join(content))
         with pytest.raises(UserError, match=said):
             result_files.write_report(recipe)
-        path.unlink() if before is None else path.write_bytes(before)
-
-    good = b'{"step": 1, "loss": 2.0, "simulated_tau": 1.7}'
-    for line, said in ((b"not json", "malformed"), (b"[1]", "not a JSON object"), (b'{"step": 2}', "lacks loss")):
-        damaged(metrics, b"\n".join((good, line, good, b"")), rf"metrics\.jsonl:2: {said}.*; delete the line")
-    lines = answers.read_bytes().splitlines()
-    cut = b"\n".join([*lines[:7], lines[7][:-9], lines[8]])
-    damaged(answers, cut, r"generations\.jsonl:8: malformed JSON.*run `draftsmith evaluate` again")
-    others = b"\n".join(line for line in lines if MAIN.encode() not in line)
-    damaged(answers, others, "holds no answer of 'eagle3, tree of 60'; it is damaged, or of another run")
-    for text in (b"[1]", b'{"contender": "a", "contend', b'{"tau": 1}'):
-        damaged(recipe.eval_out / "acceptance.json", text, r"acceptance\.json: .*run `draftsmith evaluate` again")
+        path.write_text(before)

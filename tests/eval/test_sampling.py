@@ -17,26 +17,23 @@ from transformers import GenerationConfig
 from draftsmith.data_gen.answers.generators import resolve_sampling
 from draftsmith.eval.decoding.accept import Accepted, SampledAcceptance
 from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
-from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer, StaticTree
+from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer, StaticTree, TreePolicy
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.decoding.stopping import Svip
-from draftsmith.models.draft_tree import DraftTree
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.draft_tree import DraftTree, Proposer
+from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.sampling import GREEDY, Draws, Sampling, SeededDraws, pick
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from tests import reference
 from tests.conftest import make_target
-from tests.decoding import decode, decode_batch
+from tests.decoding import CPU, beside, corpus_of, decode, decode_batch, sam_alone
 from tests.pairs import untaught
-from tests.sam_cases import beside, corpus_of, sam_alone
 from tests.scripted_drafting import Nodes, Scripted, Table, paths_of, roots
 from tests.thinning import a_few, thinned
 
 TOLERANCE = 2e-5
-CPU = torch.device("cpu")
 STOP = 4
 VOCAB = 5
 SAMPLINGS = {
@@ -127,9 +124,7 @@ def test_numbers_out_of_range_are_refused() -> None:
             with pytest.raises(ValueError, match=f"^{name}: "):
                 Sampling(**{name: value})
     assert Sampling(1e300).probabilities(torch.tensor([[3.0, -9.0]])).tolist() == [[0.5, 0.5]]
-
-
-def test_numbers_of_a_generation_config_are_checked() -> None:
+    # Those of a generation config, too.
     with pytest.raises(UserError, match=r"generation_config\.json has top_p: 0\.0 .* set data\.generator\.top_p"):
         resolve_sampling(None, None, None, GenerationConfig(top_p=0.0))
     assert resolve_sampling(None, 0.5, None, GenerationConfig(top_p=0.0, top_k=-1)) == Sampling(1.0, 0.5, 0)
@@ -154,10 +149,10 @@ def test_seeded_draws_have_the_probabilities_they_are_given() -> None:
 # One round: the acceptance rule against a walk node by node, and against the law it must have.
 
 
-def random_tree(chance: torch.Generator, nodes: int, tokens: int) -> DraftTree:
+def random_tree(chance: torch.Generator, nodes: int) -> DraftTree:
     """Any shape, siblings may repeat a token."""
     parents = sorted(int(torch.randint(i, (1,), generator=chance)) for i in range(1, nodes))
-    return one_tree(torch.randint(tokens, (nodes,), generator=chance).tolist(), [-1, *parents])
+    return one_tree(torch.randint(VOCAB, (nodes,), generator=chance).tolist(), [-1, *parents])
 
 
 def one_tree(tokens: list[int], parents: list[int], drawn_from: torch.Tensor | None = None) -> DraftTree:
@@ -176,17 +171,19 @@ def path_of(accepted: Accepted) -> Path:
     return tuple(range(length) if accepted.path is None else accepted.path[0, :length].tolist())
 
 
-def uneven_tree(_: torch.Generator) -> DraftTree:
-    """Behind the second sibling the tree goes deeper: the first one must still go before."""
-    return one_tree([0, 1, 2, 3, 1], [-1, 0, 0, 2, 3])
+SHAPES: dict[str, Callable[[torch.Generator], DraftTree]] = {
+    "random": lambda chance: random_tree(chance, 6),
+    # Behind the second sibling the tree goes deeper: the first one must still go before.
+    "uneven": lambda chance: one_tree([0, 1, 2, 3, 1], [-1, 0, 0, 2, 3]),
+}
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("shape", [lambda chance: random_tree(chance, 6, VOCAB), uneven_tree], ids=["random", "uneven"])
-def test_a_round_on_a_ranked_tree_equals_the_walk(shape: Callable, seed: int, sampling: Sampling) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_round_on_a_ranked_tree_equals_the_walk(shape: str, seed: int, sampling: Sampling) -> None:
     chance = torch.Generator().manual_seed(seed)
-    tree = shape(chance)
+    tree = SHAPES[shape](chance)
     logits = torch.randn(tree.nodes, VOCAB, generator=chance) * 2
 
     p = [reference.processed(row.tolist(), sampling.temperature, sampling.top_p, sampling.top_k) for row in logits]
@@ -194,6 +191,7 @@ def test_a_round_on_a_ranked_tree_equals_the_walk(shape: Callable, seed: int, sa
     assert_same_law(enumerate_law(lambda draws: accept_one(tree, logits, sampling, draws)), walk)
 
 
+CUT = [0, 2, 3]  # the draft vocabulary where it is not full
 DRAWN = {"chain": [-1, 0, 1], "siblings": [-1, 0, 0, 1]}  # parents
 
 
@@ -217,7 +215,7 @@ def test_a_round_on_a_drawn_tree_equals_the_walk_and_has_the_target_s_law(
 ) -> None:
     """The tree is drawn too: over all draws, the first token has the law of the target alone."""
     chance, parents, sampling = torch.Generator().manual_seed(1), DRAWN[shape], SAMPLINGS[drawn_as]
-    draftable = list(range(VOCAB)) if vocab == "full" else [0, 2, 3]
+    draftable = list(range(VOCAB)) if vocab == "full" else CUT
     logits = torch.randn(len(parents), VOCAB, generator=chance) * 2
     q = torch.zeros(len(parents), VOCAB)
     for row in {*parents[1:]}:
@@ -237,17 +235,14 @@ def test_a_round_on_a_drawn_tree_equals_the_walk_and_has_the_target_s_law(
 # tests/eval/test_rounds.py's matter.
 
 
-def small_pair(draft_ids: list[int] | None, seed: int = 2) -> tuple[Target, Eagle3Drafter]:
+def small_pair(draft_ids: list[int] | None, seed: int = 2) -> tuple[Target, FeatureDrafter]:
     """A target of VOCAB tokens and two layers with an untrained drafter."""
     model = make_target(
         num_layers=2, vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_attention_heads=2,
         num_key_value_heads=1, initializer_range=0.6, seed=seed,
     )  # fmt: skip
     target = Target(model, [0, 1])
-    vocab = DraftVocab.full(VOCAB) if draft_ids is None else DraftVocab(torch.tensor(draft_ids), VOCAB)
-    torch.manual_seed(4)
-    config = Eagle3Config.for_target(target.config, VOCAB, target.capture_layers, vocab.size)
-    return target, Eagle3Drafter(config, vocab)
+    return target, untaught("eagle3", target, None if draft_ids is None else DraftVocab(torch.tensor(draft_ids), VOCAB))
 
 
 @torch.no_grad()
@@ -266,29 +261,38 @@ def answers_of(target: Target, prompt: list[int], length: int, sampling: Samplin
     return law
 
 
+def decoded_law(
+    target: Target, make: Callable[[], Proposer | None], prompt: list[int], length: int, sampling: Sampling
+) -> Law:
+    """The law of the same tokens as the loop decodes them; `make`: a proposer."""
+
+    def answer(draws: EnumeratedDraws) -> Hashable:
+        return tuple(decode(target, make(), prompt, {STOP}, length, sampling, draws).token_ids)
+
+    return enumerate_law(answer)
+
+
+def grown(drafter: FeatureDrafter, policy: TreePolicy, cut: DraftVocab | None = None) -> PolicyProposer:
+    return PolicyProposer(FeatureDrafting(drafter, cut), policy)
+
+
 CORPUS = corpus_of([[2, 0, 0, 3], [2, 0, 0, 1], [3, 2, 0, 0, 0], [0, 3, STOP]], VOCAB)
-PROPOSERS: dict[str, Callable[[Eagle3Drafter, Sampling], Any]] = {
+PROPOSERS: dict[str, Callable[[FeatureDrafter, Sampling], Any]] = {
     "plain": lambda drafter, sampling: None,
-    "chain": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Chain(2)),
-    "drawn chain": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Chain(2, sampling=sampling)),
-    "drawn siblings": lambda drafter, sampling: PolicyProposer(
-        FeatureDrafting(drafter), StaticTree(((0,), (1,)), sampling)
-    ),
-    "tree": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Eagle2(nodes=4, draft_calls=2, top_k=2)),
+    "chain": lambda drafter, sampling: grown(drafter, Chain(2)),
+    "drawn chain": lambda drafter, sampling: grown(drafter, Chain(2, sampling=sampling)),
+    "drawn siblings": lambda drafter, sampling: grown(drafter, StaticTree(((0,), (1,)), sampling)),
+    "tree": lambda drafter, sampling: grown(drafter, Eagle2(nodes=4, draft_calls=2, top_k=2)),
     "prompt lookup": lambda drafter, sampling: PromptLookup(2, CPU),
     "hierarchy": lambda drafter, sampling: HierarchicalProposer(
-        small_pair(None, seed=3)[0],
-        PolicyProposer(FeatureDrafting(drafter), Eagle2(nodes=3, draft_calls=1, top_k=2)),
-        2,
+        small_pair(None, seed=3)[0], grown(drafter, Eagle2(nodes=3, draft_calls=1, top_k=2)), 2
     ),
     "sam": lambda drafter, sampling: sam_alone(CORPUS, nodes=4, width=2),
-    "routed": lambda drafter, sampling: beside(PROPOSERS["chain"](drafter, sampling), CORPUS, 2, False, nodes=3),
+    "routed": lambda drafter, sampling: beside(grown(drafter, Chain(2)), CORPUS, 2, False, nodes=3),
     "fused": lambda drafter, sampling: beside(
-        PolicyProposer(FeatureDrafting(drafter), Eagle2(nodes=3, draft_calls=1, top_k=2)), CORPUS, 1, True, nodes=3
+        grown(drafter, Eagle2(nodes=3, draft_calls=1, top_k=2)), CORPUS, 1, True, nodes=3
     ),
 }
-
-
 LAWS = list(itertools.product(PROPOSERS, SAMPLINGS, ("full", "cut")))
 FEW = [  # of few outcomes
     *((proposer, "T=1", "full") for proposer in ("plain", "sam", "routed", "fused")),
@@ -301,25 +305,20 @@ FEW = [  # of few outcomes
 @pytest.mark.parametrize(("proposer", "drawn_as", "vocab"), a_few(LAWS, *FEW))
 def test_decoded_answers_have_the_target_s_law(proposer: str, drawn_as: str, vocab: str) -> None:
     sampling = SAMPLINGS[drawn_as]
-    target, drafter = small_pair(None if vocab == "full" else [0, 2, 3])
+    target, drafter = small_pair(None if vocab == "full" else CUT)
     copies = proposer in ("sam", "routed", "fused")
     prompt = [2, 0, 3, 2, 0] if copies else [1, 3, 0, 1, 3]  # after the former, SAM knows what may follow
     # These have so many outcomes that three tokens are enumerated only where top-p leaves few of them.
     length = 2 if (copies or proposer in ("drawn chain", "drawn siblings", "hierarchy")) and sampling.top_p == 1 else 3
-
-    def answer(draws: EnumeratedDraws) -> Hashable:
-        drafting = PROPOSERS[proposer](drafter, sampling)
-        return tuple(decode(target, drafting, prompt, {STOP}, length, sampling, draws).token_ids)
-
-    assert_same_law(enumerate_law(answer), answers_of(target, prompt, length, sampling))
+    law = decoded_law(target, lambda: PROPOSERS[proposer](drafter, sampling), prompt, length, sampling)
+    assert_same_law(law, answers_of(target, prompt, length, sampling))
 
 
 def test_rows_that_copy_beside_a_drawn_chain_have_the_target_s_law() -> None:
     """In one batch, chains of SAM's, of two lengths, have one possible token at each place; a drafter draws others."""
     sampling, prompts = SAMPLINGS["top-p"], ([2, 0, 3, 2, 0], [2, 2, 0, 4, 1], [2, 0, 3, 2, 0])
     target, drafter = small_pair(None)
-    drawing = PolicyProposer(FeatureDrafting(drafter), Chain(1, sampling=sampling))
-    proposer = beside(drawing, CORPUS, 2, False, nodes=3)
+    proposer = beside(grown(drafter, Chain(1, sampling=sampling)), CORPUS, 2, False, nodes=3)
     rounds = set()
 
     def answer(draws: EnumeratedDraws) -> Hashable:
@@ -339,15 +338,11 @@ def test_in_bfloat16_answers_have_the_law_of_the_rounded_logits() -> None:
     exact = answers_of(target, prompt, 2, sampling)
     target = Target(target.model.to(torch.bfloat16), [0, 1])
     rounded = answers_of(target, prompt, 2, sampling)
-
-    def answer(draws: EnumeratedDraws) -> Hashable:
-        drafting = PROPOSERS["tree"](drafter, sampling)
-        return tuple(decode(target, drafting, prompt, {STOP}, 2, sampling, draws).token_ids)
+    law = decoded_law(target, lambda: PROPOSERS["tree"](drafter, sampling), prompt, 2, sampling)
 
     def farthest(one: Law, other: Law) -> float:
         return max(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one.keys() | other.keys())
 
-    law = enumerate_law(answer)
     assert farthest(exact, rounded) > 10 * TOLERANCE
     assert farthest(law, rounded) < 0.5 * farthest(exact, rounded)
 
@@ -358,17 +353,13 @@ def test_answers_drafted_by_every_kind_have_the_target_s_law(proposer: str, kind
     """Deep enough for a change of specialists in a round; and with the target's head cut, where it is the head."""
     target, _ = small_pair(None)
     drafter = untaught(kind, target)
-    cut = DraftVocab(torch.tensor([0, 2, 3]), VOCAB) if proposer != "chain" else None
+    cut = DraftVocab(torch.tensor(CUT), VOCAB) if proposer != "chain" else None
     sampling = SAMPLINGS["T=0.5, top-k, top-p"]
     drawn, tree = Chain(3, sampling=sampling), Eagle2(nodes=5, draft_calls=3, top_k=2)
     policy = {"chain": Chain(3), "drawn chain": drawn, "tree": tree}[proposer]
-    drafting = PolicyProposer(FeatureDrafting(drafter, cut), policy)
     prompt, length = [1, 3, 0, 1, 3], 3 if proposer == "drawn chain" else 4
-
-    def answer(draws: EnumeratedDraws) -> Hashable:
-        return tuple(decode(target, drafting, prompt, {STOP}, length, sampling, draws).token_ids)
-
-    assert_same_law(enumerate_law(answer), answers_of(target, prompt, length, sampling))
+    law = decoded_law(target, lambda: grown(drafter, policy, cut), prompt, length, sampling)
+    assert_same_law(law, answers_of(target, prompt, length, sampling))
 
 
 # Chains and static trees that are drawn from the drafter's distribution.

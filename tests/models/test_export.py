@@ -31,8 +31,8 @@ from draftsmith.recipes.command import cli
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.reading import file_digest
 from tests.conftest import make_tokenizer
+from tests.evaluation_cases import MADE, MAIN, evaluate, make_recipe
 from tests.export_cases import DRAFTERS, Tensors, drafter_named, save_target, target_of, trained, write_folder
-from tests.report_cases import MADE, MAIN, evaluate, make_recipe
 from tests.training_runs import write_recipe
 
 ABLE = {

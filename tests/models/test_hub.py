@@ -37,7 +37,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.hub_fetch import check_dataset, check_model
 from draftsmith.recipes.prompts.prompt_reader import Rejects, read_conversations
 from draftsmith.recipes.sections.target import TargetSection
-from tests.compare_cases import save_untrained
+from tests.evaluation_cases import save_untrained
 from tests.export_cases import save_target, target_of
 from tests.models.test_export import Call
 from tests.models.test_export import call as call

@@ -35,9 +35,9 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.recipes.sections.target import TargetSection
-from tests.compare_cases import save_untrained
 from tests.conftest import VOCAB_SIZE
 from tests.decoding import decode_batch
+from tests.evaluation_cases import save_untrained
 from tests.export_cases import (
     CUT,
     SCALED,

@@ -32,12 +32,12 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.sections.eval import TreeSection
 from draftsmith.recipes.sections.target import QuantizationSection, TargetSection
 from tests import reference
-from tests.compare_cases import place as place
 from tests.conftest import make_target
 from tests.decoding import decode_batch
+from tests.evaluation_cases import Page
+from tests.evaluation_cases import place as place
 from tests.export_cases import assert_told_apart, save_target
 from tests.pairs import PROMPTS, greedy, taught, vocab_said
-from tests.report_cases import Page
 
 # What groups of 32 and both kernels divide.
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}

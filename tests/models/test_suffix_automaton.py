@@ -11,16 +11,13 @@ import torch
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.sam import DRAFTER, DYNAMIC, STATIC, SamDraft, SamProposer, fused
-from draftsmith.eval.replay.replay import replay
 from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.suffix_automaton import DynamicAutomaton, Match, StaticAutomaton
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.eval import TreeSection
-from tests.decoding import decode_batch
+from tests.decoding import CPU, beside, corpus_of, decode_batch, misleading
 from tests.pairs import PROMPTS, greedy, pair_of
-from tests.replay_cases import assert_same_rounds, recorded
-from tests.sam_cases import CPU, beside, corpus_of, misleading, sam_alone
 
 
 def occurrences(text: Sequence[int], suffix: Sequence[int]) -> list[int]:
@@ -171,27 +168,14 @@ def test_a_fused_tree_is_a_trie_of_both() -> None:
         fused(drawn, [SamDraft(STATIC, 5, [1], [0])])
 
 
-@pytest.mark.parametrize("name", ["alone", "routed", "fused"])
-def test_replay_gives_the_rounds_of_decoding_and_who_drafted_them(name: str) -> None:
-    """Where SAM drafts, the other one observes nothing until it is asked again; that it then drafts the same is
-    tests/eval/test_rounds.py's matter."""
+def test_the_router_asks_the_other_one_only_where_sam_does_not_draft() -> None:
+    """Until then the other one observes nothing; that it then drafts the same is tests/eval/test_rounds.py's matter."""
     target, drafter = pair_of("llama", None)
     drafting = PolicyProposer(FeatureDrafting(drafter), policy_of(TreeSection(nodes=10, draft_calls=3, top_k=3)))
     corpus = misleading([greedy(target, prompt, 30) for prompt in PROMPTS], target.vocab_size)
-    proposer = sam_alone(corpus) if name == "alone" else beside(drafting, corpus, 2, name == "fused")
+    router = beside(drafting, corpus, 2, False)
     observe, read = drafting.observe, list[int]()
     drafting.observe = lambda committed: read.append(1) or observe(committed)  # type: ignore[method-assign]
-    [alone] = decode_batch(target, proposer, PROMPTS[:1], {-1}, 30)
+    [alone] = decode_batch(target, router, PROMPTS[:1], {-1}, 30)
     by_sam = sum(DRAFTER not in each for each in alone.drafted_by)
-    if name == "routed":
-        assert 0 < by_sam < alone.rounds and len(read) == alone.rounds - by_sam
-    decoded = decode_batch(target, proposer, PROMPTS, {-1}, 30)
-    replayed = replay(target, proposer, recorded(decoded), 3)
-    assert_same_rounds(replayed, decoded)
-    credit: Counter[str] = Counter()
-    for mine, its in zip(replayed, decoded, strict=True):
-        assert mine.drafted_by == its.drafted_by
-        assert [sum(each.values()) for each in its.drafted_by] == its.accepted_per_round
-        for each in its.drafted_by:
-            credit.update(each)
-    assert credit[STATIC] > 0 and (name == "alone" or credit[DRAFTER] > 0)
+    assert 0 < by_sam < alone.rounds and len(read) == alone.rounds - by_sam

@@ -16,7 +16,7 @@ from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.recipes.prompts.prompt_reader import read_conversations
 from draftsmith.recipes.prompts.rejects import Rejects
 from tests.conftest import make_tokenizer
-from tests.replay_cases import write_lines
+from tests.evaluation_cases import write_lines
 
 # Writes tools, thoughts and calls as current templates do: `tojson`, thoughts of every answer.
 EVERYTHING = (

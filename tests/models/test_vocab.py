@@ -27,7 +27,7 @@ from draftsmith.models.vocab import (
 from draftsmith.recipes.errors import UserError
 from tests import reference
 from tests.conftest import VOCAB_SIZE, make_tokenizer
-from tests.replay_cases import write_lines
+from tests.evaluation_cases import write_lines
 from tests.thinning import effort
 from tests.training_runs import run_main, write_recipe
 

@@ -27,7 +27,7 @@ from draftsmith.recipes.command.cli import parse_command
 from draftsmith.recipes.command.stages import INSIDE_RUN, STAGES, print_next
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from tests.replay_cases import write_lines
+from tests.evaluation_cases import write_lines
 from tests.training_runs import run_main, write_recipe
 
 ROOT = Path(__file__).parents[2]

@@ -27,7 +27,7 @@ from draftsmith.recipes.prompts.prompt_reader import (
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.sections.data import DataSection
-from tests.replay_cases import write_lines
+from tests.evaluation_cases import write_lines
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}

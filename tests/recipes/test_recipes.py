@@ -29,7 +29,7 @@ from draftsmith.recipes.loader import PACKAGE, dump_recipe, load_recipe
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train import c2t
 from tests.conftest import make_target, make_tokenizer
-from tests.replay_cases import write_lines
+from tests.evaluation_cases import write_lines
 from tests.thinning import a_few
 from tests.tiny_vision import FAMILIES, picture, save_vision_target
 from tests.training_runs import TRAINED_BY, run_main

@@ -13,8 +13,8 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from tests.conftest import VOCAB_SIZE
+from tests.evaluation_cases import write_lines
 from tests.ranks import ROOT, run_ranks
-from tests.replay_cases import write_lines
 from tests.store_cases import capture, rows_of
 from tests.thinning import a_few
 from tests.tiny_vision import FAMILIES, picture, save_vision_target

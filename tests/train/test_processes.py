@@ -39,8 +39,8 @@ from draftsmith.train.run import accelerator
 from draftsmith.train.run.accelerator import accelerator_of, launcher_plugin, with_recipe_settings
 from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_sharded
 from tests.conftest import make_target
+from tests.evaluation_cases import write_lines
 from tests.ranks import run_ranks
-from tests.replay_cases import write_lines
 from tests.thinning import a_few
 from tests.training_runs import SIX_STEPS, TRAINED_BY, fresh_accelerator, metrics, run_main, to_train, write_recipe
 
@@ -319,7 +319,7 @@ def check_shared_out(model: str, dtype: Any, rank: int, ranks: int) -> None:
 
 
 def test_a_process_holds_its_share_of_the_layers_and_the_largest_one_gathered() -> None:
-    size = TargetSize(100, 0, 90, 20, 200.0, "", torch.bfloat16, False, (10, 30, 20))
+    size = TargetSize(100, 0, 90, 200.0, "", torch.bfloat16, False, (10, 30, 20))
     assert shared_out(size, 4).weight_bytes == 2 * (40 + 60 / 4 + 30)
     assert shared_out(size, 1).weight_bytes == 200
 
