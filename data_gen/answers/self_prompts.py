@@ -39,7 +39,7 @@ from draftsmith.recipes.files.atomic import atomic_write, json_line
 from draftsmith.recipes.schema import Recipe
 
 Record = dict[str, Any]
-MOST = 4  # draws for each prompt that is asked for
+MOST, LEAST = 4, 64  # draws for each prompt that is asked for, and of a run, before it gives up
 SPARE = 8  # draws beyond those that the share of good ones so far asks for
 GRAM, CIRCLES = 3, 0.5  # fewer distinct runs of so many words than this share: the text goes round in circles
 
@@ -69,7 +69,7 @@ def main(command: Command) -> None:
         return
     with ConversationLog(log_path, identity) as log, sigterm_exits():
         drawn = {record["id"]: record for record in map(json.loads, log_path.read_bytes().splitlines())}
-        total = section.count
+        total, most = section.count, max(LEAST, MOST * section.count)
         good, left_out = usable(drawn, settings, total)
         if len(good) < section.count:
             with _writer(recipe, files, settings, log) as writer:
@@ -77,10 +77,10 @@ def main(command: Command) -> None:
                     _draw(writer, files.tokenizer, opening, total, drawn, log)
                     good, left_out = usable(drawn, settings, total)
                     short = section.count - len(good)
-                    if short <= 0 or total == MOST * section.count:
+                    if short <= 0 or total == most:
                         break
                     share = max(len(good) / total, 1 / MOST)
-                    total = min(MOST * section.count, total + int(short / share) + SPARE)
+                    total = min(most, total + int(short / share) + SPARE)
     reasons = ", ".join(f"{reason} {number:,}" for reason, number in left_out.most_common()) or "none"
     if len(good) < section.count:
         raise UserError(
