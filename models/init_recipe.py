@@ -2,6 +2,7 @@
 
     draftsmith init Qwen/Qwen3-0.6B                        # writes qwen3-0.6b.yaml, which runs in runs/qwen3-0.6b
     draftsmith init ./my-model --out my.yaml --prompts my_prompts.jsonl     # my.yaml, which runs in runs/my
+    draftsmith init model.gguf --prompts self              # a GGUF file, which writes the prompts, too
     draftsmith run my.yaml --plan                          # then: what the recipe would take
 
 Reads the target's config and tokenizer, but no weights. The numbers are a starting point: docs/recipes.md explains them
@@ -33,16 +34,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog=sys.argv[0], description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("target", metavar="TARGET", help="a Hub id (org/name) or a folder with a model")
+    parser.add_argument("target", metavar="TARGET", help="a Hub id (org/name), a folder with a model, or a GGUF file")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: the target's name with .yaml")
-    parser.add_argument("--prompts", metavar="SOURCE", default=PROMPTS, help=f"data.prompts; default: {PROMPTS}")
+    parser.add_argument("--prompts", metavar="SOURCE", default=PROMPTS, help=f"data.prompts, `self` too; default: {PROMPTS}")
     options = parser.parse_args()
-    path = options.out or Path(f"{_plain(Path(options.target).name)}.yaml")
+    name = Path(options.target)
+    path = options.out or Path(f"{_plain(name.stem if name.suffix == '.gguf' else name.name)}.yaml")
     if path.exists():
         raise UserError(f"--out: {path} exists; name another file, or delete it")
     if problem := output_problem(path, folder=False):
         raise UserError(f"--out: {problem}")
-    if problem := check_source(options.prompts):
+    if options.prompts != "self" and (problem := check_source(options.prompts)):
         raise UserError(f"--prompts: {problem}")
     text = starter_recipe(options.target, options.prompts, path)
     path.parent.mkdir(parents=True, exist_ok=True)
