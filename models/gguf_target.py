@@ -9,6 +9,7 @@ the recipe: where llama.cpp multiplies blocks of few bits, we multiply their val
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,11 +80,13 @@ def gguf_digest(file: Path) -> str:
 
 @cache
 def _digest(place: Path, size: int, changed: int) -> str:
-    kept = CACHE / "digests.json"
-    known: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
+    kept, known = CACHE / "digests.json", dict[str, Any]()
+    with suppress(OSError, ValueError):  # none yet, or damaged: it only saves time
+        known = json.loads(kept.read_text())
     if known.get(str(place), [])[:2] != [size, changed]:
         known[str(place)] = [size, changed, file_digest(place)]
-        atomic_write(kept, json.dumps(known, indent=2))
+        with suppress(OSError):
+            atomic_write(kept, json.dumps(known, indent=2))
     return known[str(place)][2]
 
 
@@ -127,19 +130,18 @@ def _converted(file: Path, folder: Path, how: str, fill: Callable[[Path], None])
         import gguf
     except ImportError as error:
         raise UserError(f"target.model: GGUF files are read by the package gguf ({error}): pip install gguf") from None
-    with alone_in(CACHE, SECONDS, folder.name):
-        if folder.exists():
-            return str(folder)
-        print(f"converting  {file}{how}, once, into {folder}", flush=True)
-        try:
-            # transformers would parse the header, minutes for large vocabularies, three times.
-            with patch.object(gguf, "GGUFReader", _reader), atomic_folder(folder, ()) as partial:
-                fill(partial)
-        except UNREADABLE as error:
-            raise UserError(
-                f"target.model: {str(file)!r} cannot be converted: {first_line(error)}; if that is no matter of this "
-                "machine, name the folder or Hub id of the model that it was made from, with safetensors"
-            ) from error
+    try:
+        with alone_in(CACHE, SECONDS, folder.name):
+            if not folder.exists():
+                print(f"converting  {file}{how}, once, into {folder}", flush=True)
+                # By itself, transformers parses the header three times: minutes for large vocabularies.
+                with patch.object(gguf, "GGUFReader", _reader), atomic_folder(folder, ()) as partial:
+                    fill(partial)
+    except UNREADABLE as error:
+        raise UserError(
+            f"target.model: {str(file)!r} cannot be converted: {first_line(error)}; if that is no matter of this "
+            "machine, name the folder or Hub id of the model that it was made from, with safetensors"
+        ) from error
     return str(folder)
 
 
