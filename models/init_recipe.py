@@ -36,9 +36,7 @@ def main() -> None:
     )
     parser.add_argument("target", metavar="TARGET", help="a Hub id (org/name), a folder with a model, or a GGUF file")
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: the target's name with .yaml")
-    parser.add_argument(
-        "--prompts", metavar="SOURCE", default=PROMPTS, help=f"data.prompts, `self` too; default: {PROMPTS}"
-    )
+    parser.add_argument("--prompts", metavar="SOURCE", default=PROMPTS, help=f"data.prompts; default: {PROMPTS}")
     options = parser.parse_args()
     name = Path(options.target)
     path = options.out or Path(f"{_plain(name.stem if name.suffix == '.gguf' else name.name)}.yaml")
