@@ -56,19 +56,29 @@ def _turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, way: Lit
 
 
 def grouped_attention(
-    query_BACD: torch.Tensor, keys_BGLD: torch.Tensor, values_BGLD: torch.Tensor, mask_BCL: torch.Tensor | None
+    query_BACD: torch.Tensor,
+    keys_BGLD: torch.Tensor,
+    values_BGLD: torch.Tensor,
+    mask_BCL: torch.Tensor | None,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of A query heads over G key/value heads of L columns: [B, A, C, D]; the mask is true where seen.
+    """Attention of A query heads over G key/value heads of L columns: [B, A, C, D].
 
     The heads of a group become further queries of its key head, so no key is copied.
+
+    Args:
+        mask_BCL: true where seen, or added to the scores.
+        scale: of the scores; None: 1 / sqrt(D).
     """
     heads, columns = query_BACD.shape[1:3]
     groups = keys_BGLD.shape[1]
     shared = heads // groups
     query = query_BACD.reshape(len(query_BACD), groups, shared * columns, -1)
     mask = None if mask_BCL is None else mask_BCL.repeat(1, shared, 1)[:, None]  # [B, 1, shared * C, L]
-    attended = functional.scaled_dot_product_attention(query, keys_BGLD, values_BGLD, attn_mask=mask)
-    return attended.reshape(query_BACD.shape)  # a GPU's kernels put the heads innermost, which no view can undo
+    attended = functional.scaled_dot_product_attention(query, keys_BGLD, values_BGLD, attn_mask=mask, scale=scale)
+    return attended.reshape(
+        *query_BACD.shape[:3], -1
+    )  # a GPU's kernels put the heads innermost, which no view can undo
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

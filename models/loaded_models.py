@@ -9,9 +9,10 @@ import torch
 from draftsmith.models.causal_lm import of_draft_model
 from draftsmith.models.checkpoint import load_drafter, provenance, read_drafter_config
 from draftsmith.models.drafter_base import Drafter
-from draftsmith.models.onednn_linear import block_linears
+from draftsmith.models.onednn_linear import block_linears, blocked_head
 from draftsmith.models.sizes import hardware
 from draftsmith.models.target import Target
+from draftsmith.models.target_attention import attend_grouped
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.target import QuantizationSection, TargetSection
@@ -34,6 +35,8 @@ class LoadedModels:
         # Decoding captures the layers that each proposer reads. The target's own list is for training.
         self.target = files.load(capture_layers=(0,))
         block_linears(self.target.layers)
+        self.target.head_product = blocked_head(self.target.head)
+        attend_grouped(self.target.decoder)
         self.drafters: dict[Path, Drafter] = {}  # by directory
         self.others: dict[str, LoadedModels] = {}  # in other precisions, and draft models, by their section
         self.neighbours: dict[tuple[str, int], torch.Tensor] = {}  # LANTERN's tables, by their source and number

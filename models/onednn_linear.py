@@ -10,12 +10,15 @@ layout depends on the layer's size (LOG.md, 2026-11-26, has the times):
     up to 2**18         PyTorch's product               oneDNN, a layout for 16 rows
     up to 2**20         oneDNN, a layout for one row    oneDNN, a layout for 16 rows
     more                oneDNN, a layout for one row    the same
+    more, a head        oneDNN, a layout for 16 rows    the same
 
-The first two keep their weights twice. In bfloat16 the layout for 16 rows is the fastest for all. The operations are
+The first two keep their weights twice. One row of a large head is as fast by either layout, and its own weights stay
+for the embedding that shares them. In bfloat16 the layout for 16 rows is the fastest for all. The operations are
 private ones of torch; where they are missing or give other numbers, layers stay as they are.
 """
 
 from functools import cache
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -33,11 +36,11 @@ class BlockedLinear(nn.Module):
     single: torch.Tensor | None  # for one row: a weight, or a layout of it
     bias: torch.Tensor | None
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, linear: nn.Linear, head: bool = False):
         super().__init__()
         weight = linear.weight.detach()
         size = weight.numel() if weight.dtype == torch.float32 else 0
-        self.register_buffer("blocked", _blocked(weight, 1 if size > LARGE else ROWS))
+        self.register_buffer("blocked", _blocked(weight, 1 if size > LARGE and not head else ROWS))
         single = None
         if 0 < size <= LARGE:
             single = weight if size <= SMALL else _blocked(weight, 1)
@@ -61,10 +64,20 @@ class BlockedLinear(nn.Module):
 def block_linears(module: nn.Module) -> None:
     """Replaces the linear layers inside a module that lies on a CPU, one after another, in place."""
     for name, layer in list(module.named_modules()):
-        if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
-            continue  # a subclass, of the layer or (in quantised checkpoints) of its weight, may compute something else
-        if layer.weight.device.type == "cpu" and able(layer.weight.dtype):
+        if _is_plain(layer):
             module.set_submodule(name, BlockedLinear(layer))
+
+
+def blocked_head(head: nn.Module) -> nn.Module:
+    """The product of a head on a CPU; another head itself."""
+    return BlockedLinear(head, head=True) if _is_plain(head) else head
+
+
+def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it is a linear layer of a CPU: a subclass, of the layer or (in quantised checkpoints) of its weight, may
+    compute something else."""
+    plain = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
+    return plain and layer.weight.device.type == "cpu" and able(layer.weight.dtype)
 
 
 @cache

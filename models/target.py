@@ -22,10 +22,10 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from draftsmith.models.alignment import Documents
-from draftsmith.models.document_attention import document_attention
 from draftsmith.models.drafter_base import FrozenHead
 from draftsmith.models.families import AttentionKinds, scaled_logits
 from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Insert, PlacedInsert, PlacedRows
+from draftsmith.models.target_attention import document_attention
 from draftsmith.models.target_session import TargetSession, behind
 from draftsmith.models.target_trials import Packing, check_trees, embedding_scales, tried_attention, working_packing
 from draftsmith.models.vision import SUPPORTED, EndOfForward, PictureInsert, PictureReader, is_vision_language
@@ -105,6 +105,7 @@ class Target:
         # None: it reads text only.
         self.pictures = PictureReader(model) if is_vision_language(model.config) else None
         self.head: nn.Module = model.get_output_embeddings()
+        self.head_product = self.head  # the same, or faster (`LoadedModels`)
         self.embedding: nn.Module = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
         if self.head is None or self.embedding_table.shape[1] != self.hidden_size:
@@ -153,7 +154,7 @@ class Target:
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Head, scaling and soft-capping over final states [..., H]: float32 logits [..., V]."""
-        return scaled_logits(self.config, self.head(last)).float()
+        return scaled_logits(self.config, self.head_product(last)).float()
 
     @torch.no_grad()
     def inputs(
@@ -274,7 +275,7 @@ class Target:
     ) -> torch.Tensor:
         """Final states [B, T, H].
 
-        Documents are kept apart by our own attention function (`models.document_attention` draws what they see) or, in
+        Documents are kept apart by our own attention function (`models.target_attention` draws what they see) or, in
         families with their own attention formulas, by masks. transformers can derive masks from position_ids, but which
         families support restarting positions changes from release to release.
         """

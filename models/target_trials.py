@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from draftsmith.models.alignment import Documents
-from draftsmith.models.document_attention import is_possible
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.families import AttentionKinds, attention_kinds
+from draftsmith.models.target_attention import is_possible
 from draftsmith.models.vision import EndOfForward
 from draftsmith.recipes.errors import UserError, first_line
 

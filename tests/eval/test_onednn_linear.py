@@ -21,7 +21,7 @@ PRECISIONS = [dtype for dtype in (torch.float32, torch.bfloat16) if able(dtype)]
 def test_products_are_those_of_the_layer(shape: tuple[int, int], bias: bool, dtype: torch.dtype) -> None:
     inputs, outputs = shape
     linear = nn.Linear(inputs, outputs, bias=bias).to(dtype)
-    layer = BlockedLinear(linear)
+    layer = BlockedLinear(linear, head=bias)
     for rows in ((), (1,), (5,), (2, 17), (1, 60), (0,)):
         states = torch.randn(*rows, inputs).to(dtype)
         expected = functional.linear(states.double(), linear.weight.double(), linear.bias.double() if bias else None)

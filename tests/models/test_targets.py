@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache
+from transformers.integrations import sdpa_attention
 
 from draftsmith.data_gen.answers.generators import GenerationSettings
 from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer
@@ -31,8 +32,9 @@ from draftsmith.models.loaded_models import LoadedModels
 from draftsmith.models.sampling import GREEDY
 from draftsmith.models.sizes import attention_shapes, cache_bytes_per_token, target_forward_bytes, target_size
 from draftsmith.models.target import Target
+from draftsmith.models.target_attention import attend_grouped
 from draftsmith.models.target_files import SIZES, TargetFiles
-from draftsmith.models.target_session import behind
+from draftsmith.models.target_session import TargetSession, behind
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
@@ -519,3 +521,22 @@ def test_learned_positions_end_and_drafting_does_not_fall_over_their_edge() -> N
     for proposer in (PolicyProposer(CausalLMDrafting(small), Chain(6)), None):
         answers = decode_batch(target, proposer, prompts, {-1}, 27)
         assert [len(prompt + out.token_ids) for prompt, out in zip(prompts, answers, strict=True)] == [30, 32]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mistral"])
+def test_trees_are_attended_without_copies_of_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by transformers' own attention, also in sliding windows and beside shorter rows."""
+    settings = {"sliding_window": 6} if family in ("gemma3_text", "mistral") else {}
+    target = Target(make_target(family, num_layers=3, **settings), capture_layers=(0,))
+    tokens, depths = torch.tensor([[11, 12, 13], [14, 15, 16]]), torch.tensor([[0, 1, 1], [0, 1, 2]])
+    seen = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]], [[1, 0, 0], [1, 1, 0], [1, 1, 1]]]).bool()
+    found = []
+    for grouped in (False, True):
+        if grouped:
+            attend_grouped(target.decoder)
+            monkeypatch.setattr(sdpa_attention, "repeat_kv", lambda *_: pytest.fail("keys were copied"))
+        session = TargetSession(target, (1,))
+        first, _ = session.prefill([list(range(5, 21)), [30, 31, 32]])
+        found.append((first, *session.append(tokens, depths, seen)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)

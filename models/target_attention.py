@@ -1,7 +1,11 @@
-"""A target's attention over packed documents: each by itself, with the kernel that it would use alone.
+"""A target's attention where transformers' own does more than it must: over draft trees and over packed documents.
 
-transformers calls a registered attention function like flash attention: without a mask, and with the window's length in
-sliding layers. So no [T, T] tensor is made for a row of T tokens, and nothing is computed between two documents:
+**Trees.** Where a mask is given, transformers copies each key head for all its query heads, in every layer of every
+verification. `attend_grouped` makes the query heads of a group further queries of one key head instead.
+
+**Documents.** Each is read by itself, with the kernel that it would use alone. transformers calls a registered
+attention function like flash attention: without a mask, and with the window's length in sliding layers. So no [T, T]
+tensor is made for a row of T tokens, and nothing is computed between two documents:
 
     document     a a a b b          computed    a
                                                 a a
@@ -9,7 +13,7 @@ sliding layers. So no [T, T] tensor is made for a row of T tokens, and nothing i
                                                       b
                                                       b b
 
-Shapes: B rows, A query heads, G key/value heads, T tokens, D head dimension.
+Shapes: B rows, A query heads, G key/value heads, T tokens, N nodes, L cached and new columns, D head dimension.
 """
 
 from collections.abc import Iterator
@@ -22,10 +26,12 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from draftsmith.models.alignment import Documents
+from draftsmith.models.layers import grouped_attention
 
-_NAME = "draftsmith_documents"
+_TREES, _DOCUMENTS = "draftsmith_trees", "draftsmith_documents"
 
 
 @dataclass(frozen=True)
@@ -74,18 +80,46 @@ def _attention(
 
 def is_possible(decoder: nn.Module) -> bool:
     """Whether all layers use PyTorch's attention: others (soft caps, sinks) have their own formulas."""
-    return {config._attn_implementation for config in _configs(decoder)} == {"sdpa"}
+    return {config._attn_implementation for config in _configs(decoder)} in ({"sdpa"}, {_TREES})
+
+
+def attend_grouped(decoder: nn.Module) -> None:
+    """From now on, passes with a mask copy no keys, if all layers use PyTorch's attention."""
+    if is_possible(decoder):
+        AttentionInterface.register(_TREES, _grouped)
+        AttentionMaskInterface.register(_TREES, sdpa_mask)
+        for config in _configs(decoder):
+            config._attn_implementation = _TREES
+
+
+def _grouped(
+    module: nn.Module,
+    query_BAND: torch.Tensor,
+    key_BGLD: torch.Tensor,
+    value_BGLD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """[B, N, A, D] attended values."""
+    alike = query_BAND.shape[1] == key_BGLD.shape[1] or others.get("position_bias") is not None
+    if attention_mask is None or attention_mask.shape[1] > 1 or alike:
+        return sdpa_attention_forward(
+            module, query_BAND, key_BGLD, value_BGLD, attention_mask, scaling=scaling, **others
+        )
+    attended = grouped_attention(query_BAND, key_BGLD, value_BGLD, attention_mask[:, 0], scaling)
+    return attended.transpose(1, 2).contiguous(), None
 
 
 @contextmanager
 def document_attention(decoder: nn.Module, documents: Documents) -> Iterator[None]:
     """While active, the decoder, called without a mask, keeps these documents apart."""
-    AttentionInterface.register(_NAME, _attention)
+    AttentionInterface.register(_DOCUMENTS, _attention)
     token = _READING.set(_Reading(documents))
     configs = [(config, config._attn_implementation) for config in _configs(decoder)]
     try:
         for config, _ in configs:
-            config._attn_implementation = _NAME
+            config._attn_implementation = _DOCUMENTS
         yield
     finally:
         for config, before in configs:
