@@ -17,7 +17,7 @@ from draftsmith.data_gen.answers.conversation_log import ConversationLog
 from draftsmith.data_gen.answers.generators import GeneratedAnswer
 from draftsmith.data_gen.answers.open_conversations import OpenConversations
 from draftsmith.data_gen.training_rows.overlap import EvaluationIndex
-from draftsmith.data_gen.training_rows.rows import TrainingRow, marked, rows_of, training_rows, turns_of_messages
+from draftsmith.data_gen.training_rows.rows import TrainingRow, rows_of, training_rows, turns_of_messages
 from draftsmith.models.chat import RenderError, decode_answer, render_prompt, tokenizer_fingerprint
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.errors import UserError
@@ -242,8 +242,6 @@ def test_show_marks_what_is_supervised(tmp_path: Path, target_dir: Path, capsys:
     assert "<|assistant|>[[sat\non  the mat<|end|>]]<|user|>" in printed
     assert printed.count("[[") == 2  # one row shown
     assert "2 rows of 2 conversations" in printed and "1 malformed JSON" in printed
-    (first,) = rows(make_tokenizer(), TWO_TURNS)
-    assert "\x1b[32m" in marked(make_tokenizer(), first, colour=True)
 
 
 EXAMPLES = pytest.mark.parametrize("examples", [25, pytest.param(1000, marks=EXHAUSTIVE)])

@@ -30,18 +30,15 @@ from draftsmith.recipes.prompts.prompt_reader import read_conversations
 from draftsmith.recipes.prompts.records import to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.sections.target import TargetSection
-from tests.clock import on
 from tests.conftest import VOCAB_SIZE
 from tests.data_gen.fake_server import STOP, FakeServer, expected
-from tests.data_gen.regeneration_place import RegenerationPlace
+from tests.data_gen.regeneration_place import STOPS, RegenerationPlace
 from tests.evaluation_cases import write_lines
 from tests.recipes.test_pictures import turned
 from tests.store_cases import assert_same_store
 from tests.thinning import a_few
 from tests.tiny_vision import BASIC_FAMILIES, FAMILIES, PLACEHOLDER, picture, save_vision_target
 from tests.training_runs import metrics, run_main, train, write_recipe
-
-STOPS = (4, 9, 11, 50, 60, 70, 80, 200, 210, 220, 230, 240, 250)  # many, so that answers end
 
 
 class Place(RegenerationPlace):
@@ -140,11 +137,8 @@ def test_a_stopped_run_goes_on_and_other_pictures_are_other_prompts(place: Place
 
 
 def test_unusable_pictures_are_rejected(place: Place) -> None:
-    (place.folder / "torn.png").write_bytes((place.folder / "a.png").read_bytes()[:60])
     bad: dict[str, tuple[str, dict[str, Any]]] = {
-        "torn": ("picture truncated", {"prompt": "the mat", "image": "torn.png"}),
         "gone": ("picture missing", {"prompt": "the mat", "image": "gone.png"}),
-        "many": ("placeholders", {"prompt": "<image> <image>", "image": "a.png"}),
         "changed": ("picture changed", {"messages": [user(place.part("a.png") | {"sha256": "0" * 64}, say("x"))]}),
         "film": ("not text or a picture", {"messages": [user({"type": "video", "path": "a.mp4"}, say("x"))]}),
         "later": ("picture missing", {"messages": [user(say("x")), user({"type": "image", "path": "gone.png"})]}),
@@ -159,7 +153,6 @@ def test_unusable_pictures_are_rejected(place: Place) -> None:
 def test_answers_are_sampled_unless_the_recipe_says_otherwise(place: Place) -> None:
     """The target's own temperature, 0.01, is not used."""
     place.write_prompts(some_prompts(place)[0])
-    assert "temperature 1," in place.run("--plan", "data.generator.temperature=null") and not place.out.exists()
     place.run("data.generator.temperature=null")
     assert place.by_id()["parts"]["generator"]["temperature"] == 1.0
 
@@ -167,17 +160,12 @@ def test_answers_are_sampled_unless_the_recipe_says_otherwise(place: Place) -> N
 @pytest.mark.parametrize(
     "drafter", ["{kind: vispec, compressed_tokens: 2}", pytest.param("{kind: eagle}", marks=pytest.mark.slow)]
 )
-def test_states_are_stored_with_the_answers(
-    place: Place, drafter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_states_are_stored_with_the_answers(place: Place, drafter: str) -> None:
     place.write_prompts(*some_prompts(place))
     arguments = [f"drafter={drafter}", "data.capture.dtype=float32"]
     place.run(*arguments, f"data.states={place.folder / 'states'}")
     run_main(capture, place.recipe, *arguments, f"data.states={place.folder / 'captured'}")
     assert_same_store(place.folder / "states", place.folder / "captured")
-    monkeypatch.setattr(TargetFiles, "load", lambda *_: pytest.fail("the target was loaded"))
-    run_main(capture, place.recipe, *arguments, f"data.states={place.folder / 'states'}")
-    assert "all is captured" in capsys.readouterr().out
 
 
 # Servers.
@@ -249,26 +237,6 @@ def test_ids_of_pictures_may_be_a_server_s_own_and_no_others(served: Place, show
     assert set(served.by_id()) == ({"parts"} if believed else set())
 
 
-def test_servers_that_would_write_another_date_are_not_asked(served: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one rendered the messages a day later; no request can tell it the day."""
-    words = "{% if not date_string is defined %}{% set date_string = strftime_now('%F') %}{% endif %}"
-    saved = served.target / "chat_template.jinja"
-    saved.write_text(words + "{{ date_string }}" + saved.read_text())
-    served.write_prompts(*some_prompts(served)[:2])
-    on("2025-07-25", monkeypatch)
-    with FakeServer(served.tokenizer) as server:
-        served.run(*openai(server), "data.max_prompts=1")
-    on("2025-07-26", monkeypatch)
-    with FakeServer(served.tokenizer) as server:
-        with pytest.raises(UserError, match="this run's has been 2025-07-25"):
-            served.run(*openai(server))
-        assert len(served.by_id()) == 1 and not [body for body in server.bodies if "messages" in body]
-        fixed = ["target.template_args={date_string: 2025}", f"output_dir={served.folder / 'fixed'}"]
-        with pytest.raises(UserError, match=r"another prompt|counts"):  # this one renders what it likes
-            served.run(*openai(server), *fixed)
-        assert server.bodies[-1]["chat_template_kwargs"] == {"date_string": 2025}
-
-
 def test_what_servers_cannot_read_alike_is_sent_as_png(served: Place) -> None:
     """Turned by EXIF data, or transparent."""
     picture(24, 16).save(served.folder / "turned.jpg", exif=turned(6), quality=100)
@@ -327,17 +295,12 @@ def test_questions_are_compared_with_the_pictures_that_they_show(home: Path, tmp
     def asks(part: dict[str, Any]) -> dict[str, Any]:
         return {"messages": [user(part, say("What is it?"))]}
 
-    records: list[dict[str, Any]] = [
+    records = [
         {"prompt": "<image>\nWhat is it?", "image": str(home / "wide.png")},
-        {"prompt": "What is it?", "images": [url]},
         asks({"type": "image_url", "image_url": {"url": url}}),
         asks({"type": "image", "path": "gone.png", "sha256": file_digest(home / "wide.png")}),
     ]
-    others: list[dict[str, Any]] = [
-        {"prompt": "What is it?"},
-        asks(shown(home, "tall")),
-        {"prompt": "What is it?", "image": "https://example.com/wide.png"},
-    ]
+    others = [{"prompt": "What is it?"}, asks(shown(home, "tall"))]
     made = [[to_conversation(each, "q", "", 1) for each in each_of] for each_of in (records, others)]
     for i, record in enumerate(records):
         prompts = write_lines(tmp_path / f"{i}.jsonl", record)
@@ -349,8 +312,8 @@ def test_questions_are_compared_with_the_pictures_that_they_show(home: Path, tmp
 def test_rows_carry_the_pictures_of_their_messages(family: str, home: Path) -> None:
     messages = conversation(home)
     text = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "a mat"}]
-    rows, rejects = rows_of_records(home, family, {"messages": messages}, {"messages": text})
-    assert len(rows) == 2 and rejects.total == 0
+    rows, _ = rows_of_records(home, family, {"messages": messages}, {"messages": text})
+    assert len(rows) == 2
     row, tokenizer = rows[0], tokenizer_of(home / family)
     for turn, (start, end) in enumerate(row.spans):
         asked = render_prompt(tokenizer, messages[: 2 * turn + 1])
@@ -371,21 +334,8 @@ def test_a_regenerated_row_gets_its_pictures_back(family: str, home: Path) -> No
         for start, end in row.spans
     ]
     record = {"id": row.id, "messages": messages, "turns": turns, "generator": {}}
-    [stored], rejects = rows_of_records(home, family, record)
-    assert rejects.total == 0 and stored == row
-
-    def reason(changed: dict[str, Any]) -> str:
-        with_good = ({"messages": messages}, record | changed)  # a file without a usable row is an error
-        rows, rejects = rows_of_records(home, family, *with_good)
-        assert len(rows) == 1 and rejects.total == 1
-        return rejects.summary()
-
-    assert "pictures and placeholders differ" in reason({"messages": [messages[0], *messages[1:2]]})
-    gone = [messages[0] | {"content": [{"type": "image", "path": str(home / "gone.png")}]}, *messages[1:]]
-    assert "picture missing" in reason({"messages": gone})
-    cut = [{**turns[0], "prompt_token_ids": [x for x in turns[0]["prompt_token_ids"] if x != PLACEHOLDER]}]
-    cut[0]["prompt_token_ids"].insert(1, PLACEHOLDER)
-    assert "pictures and placeholders differ" in reason({"turns": cut})
+    [stored], rejects = rows_of_records(home, family, record, record | {"messages": messages[:2]})
+    assert stored == row and rejects.counts == {"pictures and placeholders differ": 1}
 
 
 @pytest.fixture

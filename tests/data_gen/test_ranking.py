@@ -3,11 +3,8 @@
 import gzip
 import json
 import random
-import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +21,7 @@ from draftsmith.data_gen import rank_vocab
 from draftsmith.data_gen.training_rows.rows import turns_of_messages
 from draftsmith.data_gen.vocabulary import corpus_reader
 from draftsmith.data_gen.vocabulary.corpus_reader import Tokeniser, items
-from draftsmith.data_gen.vocabulary.template_tokens import template_tokens
-from draftsmith.eval.decoding.contenders import contender_of, vocab_of
 from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import (
     BLEND_SCALE,
     CorpusCounts,
@@ -39,10 +33,8 @@ from draftsmith.models.vocab import (
     load_token_counts,
 )
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.sections.data import RankingSource
-from draftsmith.recipes.sections.eval import ContenderSection, TreeSection
 from tests import reference
 from tests.conftest import VOCAB_SIZE, make_tokenizer
 from tests.evaluation_cases import write_lines
@@ -190,28 +182,17 @@ def is_utf8(content: bytes) -> bool:
 @pytest.mark.parametrize("ending", ["txt", "jsonl"])
 def test_a_damaged_packed_file_is_read_up_to_the_damage(tmp_path: Path, ending: str) -> None:
     lines = "".join(json.dumps({"text": text}) + "\n" for text in some_texts(6000, 21)).encode()
-    half = lines.index(b"\n", len(lines) // 2) + 1
-    packed = gzip.compress(lines[:half]) + b"\0" * 9 + gzip.compress(lines[half:])
-    unfinished = zlib.compressobj(wbits=31)
-    good = unfinished.compress(lines + b'{"text": "the') + unfinished.flush(zlib.Z_FULL_FLUSH)
-    path, buffer = tmp_path / f"a.{ending}.gz", 1 << 17  # what gzip may have unpacked when it meets the damage
+    packed = gzip.compress(lines)
     write_lines(tmp_path / f"b.{ending}.gz", {"text": "behind"})
-    for content, lost, damaged in (
-        (packed + b"\0" * 5000, 0, False),
-        (good, 0, True),
-        (good + b"\xff" * 9000, buffer, True),
-        (packed[:-6] + bytes([packed[-6] ^ 1]) + packed[-5:], buffer, True),
-        (packed + b"more", 0, True),
-    ):
-        path.write_bytes(content)
-        found, rejected = read(tmp_path / "*.gz")
+    for content, least in ((packed[:-9000], 1), (packed + b"more", len(lines))):
+        (tmp_path / f"a.{ending}.gz").write_bytes(content)
+        found, (damage,) = read(tmp_path / "*.gz")
         assert "behind" in found[-1].record["text"] and found[-1].line == 1
         texts = [item.record["text"] for item in found[:-1]]
         text = "".join(texts if ending == "txt" else [json.dumps({"text": text}) + "\n" for text in texts])
-        assert lines.startswith(text.encode()) and len(text) >= len(lines) - lost
+        assert lines.startswith(text.encode()) and len(text) >= least
         # A record that the damage tears is no bad record of its own.
-        assert [reject["reason"].split(":")[0] for reject in rejected] == ["damaged file"] * damaged
-        assert not damaged or rejected[0]["line"] == 1 + text.count("\n")
+        assert damage["reason"].startswith("damaged file:") and damage["line"] == 1 + text.count("\n")
 
 
 def test_conversations_count_what_the_assistant_writes(
@@ -358,36 +339,7 @@ def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by:
     assert vocab.target_ids.tolist() == reference.most_frequent(list(range(VOCAB_SIZE)), counts.tolist(), 12, TEMPLATE)
     assert metadata["stop_ids"] == "[4]" and metadata["template_ids"] == "[1, 2, 3, 4]"
     # A cut while decoding takes them from the file.
-    recipe = load_recipe(place / "recipe.yaml")
-    contender = contender_of(recipe, ContenderSection(tree=TreeSection(vocab_size=4)), "eval.tree")
-    contender = replace(contender, drafter=None)
-    target = TargetFiles.read(recipe.target)
-    assert (target.config.vocab_size, target.stop_ids) == (VOCAB_SIZE, (4,))
-    assert vocab_of(contender, target).size == 4
-    with pytest.raises(UserError, match=r"3 has no room for the 4 stop and template tokens \[1, 2, 3, 4\]"):
-        vocab_of(replace(contender, tree=TreeSection(vocab_size=3)), target)
     assert cut_vocab(DraftVocab.full(VOCAB_SIZE), counts, 12, always_inside(metadata)).same_as(vocab)
-
-
-THINKING = (
-    "{%- for message in messages -%}<|{{ message['role'] }}|>"
-    "{%- if message['role'] == 'assistant' %}say: {% endif %}{{ message['content'] }}"
-    "<|end|>\n{% endfor -%}"
-    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
-)
-
-
-def test_template_tokens_are_the_marks_and_what_stands_in_answers() -> None:
-    tokenizer = make_tokenizer()
-    assert template_tokens(tokenizer) == ((1, 2, 3, 4), (4,))
-    tokenizer.chat_template = THINKING
-    written = set(tokenizer.encode("say:", add_special_tokens=False))
-    found, in_answers = map(set, template_tokens(tokenizer))
-    assert {1, 2, 3, 4} | written <= found and found - written <= {1, 2, 3, 4, *tokenizer.encode(" ")}
-    assert in_answers == found - {1, 2, 3}
-    tokenizer.chat_template = "{{ raise_exception('never') }}"
-    with pytest.raises(UserError, match=r"takes no conversation of a question and an answer: .*never"):
-        template_tokens(tokenizer)
 
 
 CALLING = (
@@ -416,17 +368,6 @@ def test_what_the_template_writes_into_answers_is_inside_of_a_ranking_by_answers
     with pytest.raises(UserError, match=rf"has no room for the {len(wanted)} stop and template tokens"):
         elsewhere = f"output_dir={place / 'new'}", f"data.conversations={place}/run/conversations.jsonl"
         rank_by([], calling, "drafter.vocab_size=2", *elsewhere)
-
-
-def test_answers_that_are_wanted_for_comparison_alone_block_nothing(place: Path, rank_by: Script) -> None:
-    source = {"source": str(write_lines(place / "a.jsonl", {"text": "the cat sat"}))}
-    for content, words in (("", ""), ("{torn", ""), (regenerated(VOCAB_SIZE + 7, 4), "is outside")):
-        write_lines(place / "run/conversations.jsonl", content)
-        printed = rank_by([source])
-        assert re.search(rf"note: the coverage of the target's own answers is unknown: .*{words}", printed), printed
-        assert [corpus.source for corpus in corpora_of(place)] == [source["source"]]
-        with pytest.raises(UserError, match=rf"answers holds no token|data\.conversations|{words or 'never'}"):
-            rank_by([source, {"source": "answers"}])
 
 
 def test_coverage_by_corpus_and_size(place: Path, rank_by: Script, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -55,10 +55,9 @@ class Workspace:
         return path
 
     def run(self, *sources: Path, **settings: Any) -> str:
-        plan = ["--plan"] * settings.pop("plan", False)
         values = {"sources": list(map(str, sources))} | settings
         words = [f"data.reprompt.{key}={json.dumps(value)}" for key, value in values.items()]
-        run_main(reprompt, self.recipe, *words, *plan)
+        run_main(reprompt, self.recipe, *words)
         return self._capsys.readouterr().out
 
     def prompts(self) -> dict[str, list[dict[str, Any]]]:
@@ -209,18 +208,14 @@ def test_a_prompt_is_instruction_picture_request_whatever_the_order(monkeypatch:
 
 
 def test_phrasings_are_drawn_by_id_and_seed() -> None:
-    picture = {"type": "image", "path": "a"}
-
     def drawn(seed: int) -> list[tuple[str, str]]:
         section = RepromptSection(seed=seed, min_words=300)
-        found = [reprompted(f"c{i}", [user(picture)], section)[0]["content"] for i in range(200)]
+        found = [reprompted(f"c{i}", [user(P)], section)[0]["content"] for i in range(200)]
         return [(parts[0]["text"], parts[2]["text"]) for parts in found]
 
     assert drawn(0) == drawn(0) != drawn(1)
-    for phrasings, found in zip((INSTRUCTIONS, REQUESTS), zip(*drawn(0), strict=True), strict=True):
-        counts = Counter(found)
-        assert set(counts) == {phrasing.replace("{words}", "300") for phrasing in phrasings}
-        assert min(counts.values()) > 200 / len(phrasings) / 2
+    instructions, requests = map(set, zip(*drawn(0), strict=True))
+    assert instructions == {*INSTRUCTIONS} and requests == {each.replace("{words}", "300") for each in REQUESTS}
 
 
 # The script.
@@ -237,8 +232,7 @@ def test_order_and_number_do_not_depend_on_the_order_of_records(place: Workspace
     place.run(first, max_prompts=12)
     assert list(place.prompts().items()) == everything[:12]
     place.run(first, max_prompts=12, seed=1)
-    assert [key for key, _ in place.prompts().items()] != [key for key, _ in everything[:12]]
-    assert "asks for 40, and there are no more" in place.run(first, max_prompts=40)
+    assert list(place.prompts()) != [key for key, _ in everything[:12]]
 
 
 def test_bad_records_are_kept_with_their_reason(place: Workspace) -> None:
@@ -255,8 +249,6 @@ def test_bad_records_are_kept_with_their_reason(place: Workspace) -> None:
         assert place.rejects() == dict.fromkeys(kinds, 1)
     before = (place.out / "prompts.jsonl").read_bytes()
     bad = place.write("bad.jsonl", [missing])
-    for plan in (True, False):
-        with pytest.raises(UserError, match="none of 1 records g"):
-            place.run(bad, plan=plan)
-    assert (place.out / "prompts.jsonl").read_bytes() == before and not list(place.out.glob("*.partial"))
-    assert "1 records give 1 prompts" in place.run(place.write("x.jsonl", records[:1]), plan=True)
+    with pytest.raises(UserError, match="none of 1 records g"):
+        place.run(bad)
+    assert (place.out / "prompts.jsonl").read_bytes() == before

@@ -283,28 +283,22 @@ def test_an_answer_that_never_comes_is_asked_for_by_the_next_run(place: ServedPl
 
 
 def test_other_finish_reasons_reject_the_conversation(place: ServedPlace) -> None:
-    """The first turn of four conversations, and every second turn."""
+    """The first turn of one conversation, and every second turn: what was answered before stays."""
     place.ask(20, turns=2)
     asked = [[{"role": "user", "content": f"the cat {i} 0"}] for i in range(20)]
-    first = {tuple(render_prompt(place.tokenizer, messages)): i for i, messages in enumerate(asked)}
-    reasons = {0: "content_filter", 1: "tool_calls", 2: "abort", 3: None}
+    kept = [tuple(render_prompt(place.tokenizer, messages)) for messages in asked[1:]]
 
     def change(reply: Reply) -> None:
-        number = first.get(tuple(reply["choices"][0]["prompt_token_ids"]), 0)
-        reply["choices"][0]["finish_reason"] = reasons[number]
+        reply["choices"][0]["finish_reason"] = "content_filter"
 
-    with FakeServer(place.tokenizer, lie=change, lie_to=lambda ids: first.get(tuple(ids), 0) in reasons) as server:
+    with FakeServer(place.tokenizer, lie=change, lie_to=lambda ids: tuple(ids) not in kept) as server:
         place.use(server)
         place.change(TRIES=2)
-        printed = place.run()
-    records = place.check(count=16)
-    rejected = {entry["record"]["id"]: entry["reason"] for entry in place.records(place.rejects)}
-    assert rejected.keys() == {"q0", "q1", "q2", "q3"} and "4 records rejected (1 finish_reason" in printed
-    assert all(rejected[f"q{i}"].startswith(f"finish_reason {reason}") for i, reason in reasons.items())
-    # What was answered before stays.
-    two = [record for record in records if int(record["id"][1:]) % 2 and record["turns"][0]["finish_reason"] == "stop"]
-    assert two and all((len(record["turns"]), record["unasked_turns"]) == (1, 1) for record in two)
-    assert all(record["unasked_reason"].startswith("finish_reason content_filter") for record in two)
+        place.run()
+    [rejected] = place.records(place.rejects)
+    assert rejected["record"]["id"] == "q0" and rejected["reason"].startswith("finish_reason content_filter")
+    cut = [record for record in place.check(count=19) if "unasked_reason" in record]
+    assert cut and all((len(record["turns"]), record["unasked_turns"]) == (1, 1) for record in cut)
 
 
 def test_refused_prompts_are_rejected_once(place: ServedPlace) -> None:
@@ -375,9 +369,7 @@ def test_a_silent_server_does_not_keep_the_others_waiting(place: ServedPlace) ->
     with FakeServer(place.tokenizer, mute=mute) as silent, FakeServer(place.tokenizer) as other:
         place.use(silent, other)
         assert f"note: {silent.url} is set aside for now: no answer within 0.3" in place.run()
-        place.check()
-        # Alone, it is waited for.
-        place.path.unlink()
+        place.path.unlink()  # alone, it is waited for
         place.use(silent)
         looks = silent.looks
         with meanwhile(lambda: silent.looks > looks, lambda: (time.sleep(0.6), mute.set())):
@@ -398,8 +390,6 @@ NO_IDS = b'{"error": {"message": "cannot unmarshal array into field prompt of ty
         ({"max_model_len": 128}, "serves at most 128 tokens (max_model_len), rows have up to 200"),
         ({"status": 404, "fail": 1.0}, "has no /v1/completions"),
         ({"status": 403, "fail": 1.0}, "says 403"),
-        ({"always": raw(PAGE, 404)}, "has no /v1/completions (404: an HTML page)"),
-        ({"always": raw(b'{"message": "The model does not exist."}', 404)}, "does it still serve data.generator.serv"),
         ({"always": raw(NO_IDS, 400)}, "refuses a prompt of one token id (refused: 400: cannot unmarshal"),
         ({"always": raw(b'{"error": "Unexpected endpoint"}')}, "error in the reply: Unexpected endpoint"),
         ({"always": raw(PAGE, 502)}, "502: an HTML page"),
@@ -434,27 +424,12 @@ def test_a_file_belongs_to_one_kind_of_writer_and_one_model(place: ServedPlace) 
         with pytest.raises(UserError, match="with served_model fake, the model there now has b"):
             place.run()
     assert not set(one.asked) & set(two.asked)
-    place.ask(8)
-    assert "all 8 conversations are done" in place.run()  # nothing left to ask: no server is needed
-
-
-def test_plan_reaches_the_servers_and_asks_nothing(place: ServedPlace) -> None:
-    place.ask(6)
-    with FakeServer(place.tokenizer) as server:
-        place.use(server, concurrency=7)
-        printed = place.run("--plan")
-        assert "7 requests at a time over 1 servers" in printed and "6 conversations, 12 answers" in printed
-    assert not server.asked and not place.out.exists()
-    with pytest.raises(UserError, match="no server can be used"):
-        place.run("--plan")
 
 
 def test_urls() -> None:
-    urls = ["http://a:8000", "http://b:8000/v1/", " https://c/api/v1 ", "http://[::1]:8000/"]
-    found = ["http://a:8000/v1", "http://b:8000/v1", "https://c/api/v1", "http://[::1]:8000/v1"]
-    assert [server_url(url) for url in urls] == found
-    ports = [f"http://a:{port}/v1" for port in ("abc", "8_0", 0, 999999)]
-    for wrong in ("localhost:8000", "http://me:hunter2@a/v1", "http://b?x=1", "ftp://a", "http://[::1", *ports):
+    for url in ("http://a:8000", "http://a:8000/v1/", " http://a:8000/v1 "):
+        assert server_url(url) == "http://a:8000/v1"
+    for wrong in ("localhost:8000", "http://me:hunter2@a/v1", "http://b?x=1", "ftp://a", "http://a:abc/v1"):
         with pytest.raises(ValueError) as error:
             server_url(wrong)
         assert "hunter2" not in str(error.value)
@@ -513,16 +488,5 @@ def test_an_interrupt_keeps_what_is_answered(place: ServedPlace) -> None:
         [told] = re.findall(r"^(\d+) of 40 conversations written", place.printed(), re.MULTILINE)
         assert 5 < written < 40 and written - int(told) in (0, 1)  # it may come between a line and its count
         server.manners.seconds = 0
-        place.run()
-    place.check()
-
-
-@pytest.mark.slow
-def test_kills_of_the_process_lose_nothing(place: ServedPlace) -> None:
-    place.ask(60)
-    with FakeServer(place.tokenizer, seconds=0.05) as server:
-        place.use(server, concurrency=4)
-        for lines in (1, 10):
-            place.kill_at(lines)
         place.run()
     place.check()

@@ -23,7 +23,6 @@ from draftsmith.models.chat import (
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.turn_ends import answer_notes, stop_ids, turn_ends
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.sections.target import TargetSection
 from tests.conftest import CHAT_TEMPLATE, make_config, make_tokenizer
 
@@ -86,11 +85,9 @@ def test_both_names_of_the_switch_are_set(tmp_path: Path) -> None:
     own = "{% set enable_thinking = true %}{{ messages[0].thinking }}{{ enable_thinking }}"
     with pytest.raises(UserError, match=r"target\.thinking: the chat template has no switch"):
         tokenizer_of(make_dir(tmp_path / "own", own), thinking=False)
-    with pytest.raises(UserError, match=r"enable_thinking conflicts with target\.thinking"):
-        tokenizer_of(make_dir(tmp_path, THINKING), thinking=True, template_args={"enable_thinking": False})
 
 
-@pytest.mark.parametrize("value", ["low", 'it\'s "so"\n{{ 1 }} %} \\ é 😀', -1, 1e-07, True], ids=repr)
+@pytest.mark.parametrize("value", ['it\'s "so"\n{{ 1 }} %} \\ é 😀', -1, 1e-07, True], ids=repr)
 def test_template_args_keep_their_values(tmp_path: Path, value: Any) -> None:
     make_dir(tmp_path, "{{ effort is defined and effort | tojson }}")
     rendered = prompt_of(tmp_path, template_args={"effort": value})
@@ -102,17 +99,6 @@ def test_setting_variables_adds_and_removes_nothing(tmp_path: Path, template: st
     make_dir(tmp_path, template)
     given = tokenizer_of(tmp_path).apply_chat_template(USER, tokenize=False, a="v")
     assert tokenizer_of(tmp_path, template_args={"a": "v"}).apply_chat_template(USER, tokenize=False) == given
-
-
-def test_what_a_template_sets_itself_is_no_switch(tmp_path: Path) -> None:
-    for template, switches in (
-        ("{% for m in messages %}{% set b = m.a %}{{ b }}{% endfor %}", "none"),
-        ("{% if c %}{% set b = b or c %}{% endif %}{{ b }}", "b, c"),
-    ):
-        make_dir(tmp_path, template)
-        for name in ("none_such", "messages", "a b"):
-            with pytest.raises(UserError, match=f"does not read '{name}'; what it reads: {switches}$"):
-                tokenizer_of(tmp_path, template_args={name: 1})
 
 
 # As templates ask for the date: in a macro, if it is defined, to count with it.
@@ -134,8 +120,6 @@ def test_a_template_writes_the_date_of_the_recipe(tmp_path: Path) -> None:
     given = tokenizer_of(tmp_path, date=day, template_args={"date_string": "now"})
     assert given.apply_chat_template(USER, tokenize=False) == f"now {asked.day - 1}"
     assert tokenizer_fingerprint(given) != tokenizer_fingerprint(tokenizer)
-    (tmp_path / "recipe.yaml").write_text(f"output_dir: run\ntarget: {{model: m, date: {day}}}\n")
-    assert load_recipe(tmp_path / "recipe.yaml").target.date == day  # a date to YAML
 
 
 def test_a_template_from_a_file(tmp_path: Path) -> None:
@@ -333,8 +317,6 @@ def test_an_end_of_turn_that_nothing_names_is_a_stop_token(tmp_path: Path) -> No
     tokenizer: Any = TargetFiles(section).tokenizer
     assert stop_ids(tokenizer) == (0, 4) and turn_ends(tokenizer).unnamed == 4
     assert texts(tokenizer, ASK, ANSWER) == ["sat on<|end|>"]
-    with pytest.raises(ValueError, match=r"stop token inside: .* continues after '<\|end\|>'"):
-        texts(tokenizer, ASK, {"role": "assistant", "content": "a<|end|>b"})
     assert Vocabulary(tokenizer, 320, stop_ids(tokenizer)).usual_stop == 4  # what servers strip
     (note,) = answer_notes(TargetFiles(section))
     assert "ends turns with '<|end|>'" in note and "eos_token_id" in note
@@ -379,10 +361,3 @@ def test_stop_tokens_that_are_not_special_stay_out_of_the_next_prompt(tmp_path: 
     stop: Any = tokenizer.convert_tokens_to_ids("<stop>")
     loaded: Any = TargetFiles(saved(tmp_path, tokenizer, {"eos_token_id": stop})).tokenizer
     assert decode_answer(loaded, [*loaded("sat on")["input_ids"], stop]) == "sat on"
-
-
-def test_a_stop_token_that_is_no_id_is_refused(tmp_path: Path) -> None:
-    for key, file in (("generation", "generation_config.json"), ("config", "config.json")):
-        section = saved(tmp_path / key, make_tokenizer(), **{key: {"eos_token_id": [4, "<|end|>"]}})
-        with pytest.raises(UserError, match=rf"target\.model: the {file} of .*eos_token_id"):
-            _ = TargetFiles(section).tokenizer

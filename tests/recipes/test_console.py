@@ -23,8 +23,7 @@ from draftsmith.models.drafters import drafter_shape
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.command import pipeline
-from draftsmith.recipes.command.cli import parse_command
-from draftsmith.recipes.command.stages import INSIDE_RUN, STAGES, print_next
+from draftsmith.recipes.command.stages import STAGES
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from tests.evaluation_cases import write_lines
@@ -70,13 +69,8 @@ for name, script in console.SCRIPTS.items():
 
 def test_a_shell_gets_completions(tmp_path: Path) -> None:
     line = "draftsmith train r.yaml train.max_st"
-    asked = {
-        "_ARGCOMPLETE": "1",
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"),
-        "COMP_LINE": line,
-        "COMP_POINT": str(len(line)),
-        "IFS": "\n",
-    }
+    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer")}
+    asked |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "IFS": "\n"}
     arguments = [sys.executable, "-c", "from draftsmith.recipes.command.console import main; main()"]
     subprocess.run(arguments, env=os.environ | asked, check=False, timeout=60)
     assert (tmp_path / "answer").read_text().strip() == "train.max_steps="
@@ -129,15 +123,12 @@ def test_a_run_does_what_is_missing_and_nothing_else(stages: Stages, capsys: pyt
     assert stages.run("--plan") == [f"{stage} --plan" for stage in ALL] and not run.exists()
     assert stages.run() == ALL
     assert stages.run() == [] and "nothing is left to do" in capsys.readouterr().out
-    assert stages.run("--plan", "eval.max_prompts=3") == ["evaluate --plan"]
     assert stages.run("eval.max_prompts=3") == ["evaluate"]
     assert stages.run("eval.max_prompts=3", "train.max_steps=9") == ["train", "evaluate"]
     (run / "draft_vocab.safetensors").unlink()
     words = ["eval.max_prompts=3", "train.max_steps=9", "export.to=vllm"]
     assert stages.run(*words) == ["rank-vocab", "train", "evaluate", "export"] and stages.run(*words) == []
     assert stages.run("eval.max_prompts=2", *words[1:]) == ["evaluate", "export"]
-    (run / "export/vllm/config.json").unlink()
-    assert stages.run("eval.max_prompts=2", *words[1:]) == ["export"]
     (run / "stages.json").write_text("{")  # what was done is not known: every stage finds out for itself
     assert stages.run("eval.max_prompts=3", "train.max_steps=9") == ALL
 
@@ -166,7 +157,7 @@ def test_what_decides_a_result_makes_a_stage_run_again_and_nothing_else(stages: 
 def test_other_prompts_are_refused_where_a_drafter_was_trained(stages: Stages, tmp_path: Path) -> None:
     assert stages.run() == ALL
     prompts = tmp_path / "prompts.jsonl"
-    for change in (["data.max_prompts=9"], ["data.max_length=99"], [], ["--plan"]):
+    for change in (["data.max_prompts=9"], ["data.max_length=99"], []):
         if not change:
             prompts.write_text('{"prompt": "another"}\n')
         with pytest.raises(UserError, match=r"^data: the prompts or answers changed"):
@@ -263,20 +254,6 @@ def test_a_recipe_decides_which_stages_there_are(stages: Stages) -> None:
     assert stages.run("eval.prompts=null", "--plan") == [f"{stage} --plan" for stage in ALL[:3]]
 
 
-def test_each_stage_names_the_next_one(
-    stages: Stages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def said(done: str, *arguments: str) -> str:
-        print_next(parse_command(None, [str(stages.recipe_path), *arguments]), done)
-        return capsys.readouterr().out
-
-    setting = "eval.also=[{name: a b}]"
-    assert said("rank-vocab", setting) == f"next: draftsmith train {stages.recipe_path} '{setting}'\n"
-    assert said("evaluate") == said("train", "--plan") == ""
-    monkeypatch.setenv(INSIDE_RUN, "1")
-    assert said("regenerate") == ""
-
-
 LAUNCH = (
     "-m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no --cpu"
 )
@@ -345,8 +322,7 @@ def test_init_writes_a_recipe_for_the_target(
     assert recipe.target.model == str(target_dir) and recipe.data.prompts == "p.jsonl"
     assert recipe.drafter.vocab_size is None and recipe.data.max_length == 512  # all that the target has
     assert recipe.train.learning_rate == init_recipe.SMALL[1]  # no more for a target that is smaller still
-    text = (tmp_path / "new/mine.yaml").read_text()
-    assert "reads states 2, 3, 4 of 7" in text and "leave both out for EAGLE's code, llama.cpp\n" in text
+    assert "reads states 2, 3, 4 of 7" in (tmp_path / "new/mine.yaml").read_text()
 
 
 @pytest.mark.parametrize("depth", [1, 6, 7])
@@ -357,10 +333,6 @@ def test_init_names_states_that_a_target_of_any_depth_has(target_dir: Path, tmp_
     shape = drafter_shape(recipe.drafter, TargetFiles(recipe.target).config)
     assert isinstance(shape, Eagle3Config) and len(shape.capture_layers) == min(depth, 3)
     assert (recipe.drafter.capture_layers is None) == (depth == 7)
-    if depth < 7:
-        with pytest.raises(UserError, match=r"too shallow for the default .*, for example \[") as raised:
-            drafter_shape(load_recipe(path, ["drafter.capture_layers=null"]).drafter, TargetFiles(recipe.target).config)
-        assert str(raised.value).endswith(str(recipe.drafter.capture_layers))  # the advice works, too
 
 
 def test_init_s_numbers_follow_the_target_s_size(target_dir: Path, tmp_path: Path) -> None:
@@ -374,7 +346,3 @@ def test_init_s_numbers_follow_the_target_s_size(target_dir: Path, tmp_path: Pat
     assert found["drafter"]["vocab_size"] == 32_000 and found["train"]["learning_rate"] == "1e-4"
     assert found["target"] == {"model": str(large), "dtype": "auto", "thinking": False}
     assert "reads states 2, 18, 33 of 36" in text and found["data"]["max_length"] == 2048
-    assert "leave both out for EAGLE's code, llama.cpp\n" in text
-    changed(target_dir, large, **wide, model_type="granite", embedding_multiplier=12)
-    scaled = init_recipe.starter_recipe(str(large), init_recipe.PROMPTS, Path("scaled.yaml"))
-    assert "leave both out for SGLang, EAGLE's code, llama.cpp\n" in scaled

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 from hypothesis import strategies as st
-from PIL import ExifTags, Image, PngImagePlugin
+from PIL import ExifTags, Image
 
 from draftsmith.recipes.prompts import pictures
 from draftsmith.recipes.prompts.pictures import FORMATS, MAX_RATIO, UnusablePicture, read_picture
@@ -107,8 +107,6 @@ def test_exif_orientation_is_applied(tmp_path: Path, orientation: int) -> None:
     assert size == ((24, 16) if orientation < 5 else (16, 24))
     place = (3 if orientation in (1, 4, 5, 8) else width - 4, 3 if orientation in (1, 2, 5, 6) else height - 4)
     assert near(read(tmp_path, content).getpixel(place), RED, 25)
-    at = content.index(b"Exif\0\0") + 6  # damaged, it is ignored
-    assert read(tmp_path, content[:at] + b"\xff" * 20 + content[at + 20 :]).size == (24, 16)
 
 
 # Where a picture is.
@@ -198,22 +196,10 @@ def test_limits_of_pixels_bytes_and_shape(tmp_path: Path, monkeypatch: pytest.Mo
 
 @functools.cache
 def good_files() -> list[bytes]:
-    text = PngImagePlugin.PngInfo()
-    text.add_text("Comment", "some words " * 30, zip=True)
-    text.add_itxt("Title", "more", zip=True)
     small, more = noise(40, 30), {"save_all": True, "append_images": [noise(40, 30, seed) for seed in (1, 2)]}
-    transparent = small.convert("RGBA")
-    transparent.putalpha(100)
     return [
-        saved(small, "PNG", pnginfo=text, exif=turned(6)),
-        saved(small.quantize(16), "PNG", bits=4),
-        saved(transparent, "PNG"),
-        saved(small, "JPEG", exif=turned(6)),
-        saved(small, "JPEG", progressive=True),
-        saved(small, "WEBP", exif=turned(6)),
-        saved(transparent, "WEBP", lossless=True),
-        saved(small.quantize(64), "GIF", comment=b"words"),
-        saved(small.quantize(16), "BMP"),
+        *(saved(small, form, exif=turned(6)) for form in ("PNG", "JPEG", "WEBP")),
+        *(saved(small.quantize(16), form) for form in ("PNG", "GIF", "BMP")),
         *(saved(small, form, **more) for form in ("PNG", "WEBP", "GIF")),
     ]
 

@@ -190,7 +190,7 @@ def test_datasets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         read("hf:org/name")
 
 
-@pytest.mark.parametrize("source", ["a,b.csv", "a;b.csv", "a\tb.csv", "a\tb.tsv"])
+@pytest.mark.parametrize("source", ["a,b.csv", "a;b.csv", "a\tb.tsv"])
 def test_csv(tmp_path: Path, source: str) -> None:
     """As spreadsheets write it: byte-order mark, the country's delimiter, quotes, Windows line ends, an empty row."""
     delimiter, path = source[1], tmp_path / ("p" + source[3:])
@@ -220,13 +220,9 @@ def test_bad_rows_of_csv_are_kept_with_their_lines(tmp_path: Path) -> None:
     kinds = {3: "malformed CSV", 4: "malformed CSV", 5: "not UTF-8", 6: "malformed CSV", 8: "unknown columns"}
     found_kinds = {entry["line"]: entry["reason"].split(":")[0] for entry in entries}
     assert found_kinds == kinds | {10: "malformed CSV"} and len(entries) == 6
-    for text, said in (
-        ("prompt,prompt\na,b\n", ":1: several columns"),
-        ("\nWho, exactly?\n", ":2: the first row must"),
-    ):
-        (tmp_path / "p.csv").write_text(text)
-        with pytest.raises(UserError, match=said):
-            read(tmp_path / "p.csv")
+    (tmp_path / "p.csv").write_text("prompt,prompt\na,b\n")
+    with pytest.raises(UserError, match=":1: several columns"):
+        read(tmp_path / "p.csv")
 
 
 # Packed files, folders and patterns.
@@ -271,8 +267,6 @@ def test_patterns_and_folders_stand_for_their_files(tmp_path: Path) -> None:
     assert ids_of(read(f"mt_bench:{tmp_path}/parts*/2.jsonl")) == ["mt_bench/0", "mt_bench/1"]
     write_lines(folder / "0.jsonl", {"prompt": ""})  # one file without a usable record is no mistake
     assert len(read(folder)) == 6
-    with pytest.raises(UserError, match="no usable conversation: 1 record rejected"):
-        read(f"{tmp_path}/parts*/0*")
 
 
 # Ids, limits, order.
@@ -303,21 +297,6 @@ def test_training_prompts_are_asked_once(tmp_path: Path) -> None:
     keep = data.model_copy(update={"duplicates": "keep"})
     assert ids_of(read_training_prompts(keep, Rejects(), 3)) == ["a.jsonl:1", "own", "a.jsonl:3"]
     assert len(read(first)) == 7  # evaluation prompts
-
-
-@pytest.mark.parametrize(
-    ("files", "ids"),
-    [
-        ({"a.json": [{"id": "0"}, {"id": "b/0"}], "b.json": [{"id": "0"}]}, ["0", "b/0", "b/b/0"]),
-        ({"a/p.json": [{}] * 2, "b/p.json": [{}] * 2}, ["p.json:1", "p.json:1.2", "{b/p.json}:1", "{b/p.json}:1.2"]),
-    ],
-)
-def test_ids_are_qualified_until_they_are_free(tmp_path: Path, files: dict[str, list[Any]], ids: list[str]) -> None:
-    for name, records in files.items():
-        asked = [record | {"prompt": f"{name} asks {number}"} for number, record in enumerate(records)]
-        write_lines(tmp_path / name, asked)
-    found = ids_of(read(*(tmp_path / name for name in files)))
-    assert found == [each.replace("{b/p.json}", str(tmp_path / "b/p.json")) for each in ids]
 
 
 def test_equal_ids_of_other_sources_are_told_apart(tmp_path: Path) -> None:
@@ -391,21 +370,15 @@ def test_every_bad_record_is_kept_and_none_stops_the_run(tmp_path: Path) -> None
         assert rejects.total == len(bad) and rejects.summary().endswith(f"kept in {rejects.path}")
 
 
-def test_missing_sources_are_told_at_once_and_those_without_a_usable_record_behind_the_others(tmp_path: Path) -> None:
+def test_sources_without_a_usable_record_are_told_behind_the_others(tmp_path: Path) -> None:
     bad = str(write_lines(tmp_path / "bad.jsonl", "{", {"messages": []}))
     none, good = write_lines(tmp_path / "none.json", "[]"), write_lines(tmp_path / "good.jsonl", GOOD)
     sources = [bad, str(none), str(good)]
-    with pytest.raises(UserError) as caught:
-        read_conversations([*sources, "gone.jsonl", "hf:"], Rejects())
-    gone, nameless = caught.value.problems
-    assert "gone.jsonl" in gone and "hf:org/name" in nameless
     conversations = read_training_prompts(DataSection(prompts=sources), Rejects(), None)
     assert next(conversations).id == "good"
     with pytest.raises(UserError) as caught:
         next(conversations)
     assert [problem.split(":")[1].strip() for problem in caught.value.problems] == sources[:2]
-    said = f"data.prompts: {bad}: no usable conversation: 2 records rejected (1 malformed JSON, 1 no user turn)"
-    assert caught.value.problems[0].startswith(said)
 
 
 # Benchmarks. Rows as they are published, shortened.
@@ -452,15 +425,12 @@ def test_published_forms(tmp_path: Path, row: dict[str, Any], id_: str, messages
 
 
 def test_benchmarks_side_by_side(tmp_path: Path) -> None:
-    """A file alone is named by its stem, and nobody said that it is HumanEval."""
+    """A file alone is named by its stem."""
     path = write_lines(tmp_path / "q.jsonl", MT_BENCH)
-    same_stem = write_lines(tmp_path / "a/q.jsonl", {"id": "y", "prompt": HUMANEVAL["prompt"]})
-    assert read(same_stem)[0].messages == users(HUMANEVAL["prompt"])
     other = write_lines(tmp_path / "own.jsonl", {"id": "x", "prompt": "p", "meta": {"benchmark": "mine"}})
     found = read(f"mt_bench:{path}", f"spec_bench:{path}", path, other)
     assert ids_of(found) == ["mt_bench/81", "spec_bench/81", "81", "x"]
     assert [c.meta["benchmark"] for c in found] == ["mt_bench", "spec_bench", "q", "mine"]
-    assert [c.meta["benchmark"] for c in read(path, same_stem)] == [str(path), str(same_stem)]
 
 
 # Fetching.
@@ -484,22 +454,8 @@ def test_fetched_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
         return datasets.Dataset.from_list(rows[name, config, split, data_files])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    found = read("mt_bench", "humaneval", "gsm8k")
-    assert ids_of(found) == ["mt_bench/81", "humaneval/0", "gsm8k/1"]
-    assert [c.meta["benchmark"] for c in found] == ["mt_bench", "humaneval", "gsm8k"]
-    assert found[1].messages[0]["content"].startswith(HUMANEVAL_REQUEST)
+    assert ids_of(read("mt_bench", "humaneval", "gsm8k")) == ["mt_bench/81", "humaneval/0", "gsm8k/1"]
     found = read("spec_bench")
     tasks = ["mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"]
     assert [c.meta["category"] for c in found] == tasks
     assert all(check_source(name) is None for name in BENCHMARKS) and len(asked) == 3 + 6
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmark_that_cannot_be_fetched_says_what_to_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise ConnectionError("Couldn't reach the hub\nand a page more")
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    said = rf"^{name}: .*{BENCHMARKS[name].hub_id}: ConnectionError.*; .* write {name}:path/to/file\.jsonl [^\n]*$"
-    with pytest.raises(UserError, match=said):
-        read(name)

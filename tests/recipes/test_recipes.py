@@ -93,14 +93,13 @@ def test_a_path_may_begin_at_the_home_folder(write, tmp_path, monkeypatch):
         write_lines(tmp_path / name, {"prompt": "a"})
     prompts = "[~/m/a.jsonl, 'hf:~/a b:train', mt_bench:~/m/b.jsonl]"
     text = f"output_dir: ~/run\ntarget: {{model: ~/m}}\ndata: {{prompts: {prompts}}}\n"
-    recipe = load_recipe(write(text), ["eval.also=[{name: ~x, drafter: ~/d}]", "data.states=~nobody-here/s"])
+    recipe = load_recipe(write(text), ["eval.also=[{name: ~x, drafter: ~/d}]"])
     assert (recipe.output_dir, recipe.target.model) == (f"{tmp_path}/run", f"{tmp_path}/m")
     assert recipe.data.prompts == [read.replace("~", str(tmp_path)) for read in yaml.safe_load(prompts)]
     assert (recipe.eval.also[0].name, recipe.eval.also[0].drafter) == ("~x", f"{tmp_path}/d")
-    assert recipe.data.states == "~nobody-here/s"  # no such user: an ordinary name
-    monkeypatch.setattr(sys, "argv", ["x", "~/my.yaml", "--out=~/b", "a=~b", "a~/b"])
+    monkeypatch.setattr(sys, "argv", ["x", "~/my.yaml", "--out=~/b", "a~/b"])
     cli.run(lambda: None)
-    assert sys.argv[1:] == [f"{tmp_path}/my.yaml", f"--out={tmp_path}/b", "a=~b", "a~/b"]
+    assert sys.argv[1:] == [f"{tmp_path}/my.yaml", f"--out={tmp_path}/b", "a~/b"]
 
 
 def test_shipped_files_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,29 +149,19 @@ LAUGHS = "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for
         (SMALLEST + "train:\n  seed: 2024-13-45\n", "recipe.yaml:5: not valid YAML: '2024-13-45' cannot be read"),
         (SMALLEST + "train: {seed: !!bool maybe}\n", "recipe.yaml:4: not valid YAML: 'maybe' cannot be read as bool"),
         (SMALLEST + f"train: {{seed: 0x{'f' * 5000}}}\n", f"'0x{'f' * 97}... cannot be read as int"),
-        (SMALLEST + f"train: {{epochs: 1:{'59:' * 3000}0.5}}\n", "recipe.yaml:4: not valid YAML: '1:59"),
-        (SMALLEST + 'train: "\\UFFFFFFFF"\n', "a value that is not what it seems"),
         (SMALLEST + "".join(f"k{i}: 1\n" for i in range(90)), "recipe.yaml: and 40 more"),
         (SMALLEST + "train: &a {seed: *a}\n", "not valid YAML: nested too deeply, or an alias"),
         (SMALLEST + "train: !!python/object:os.system {}\n", "recipe.yaml:4: not valid YAML"),
         (SMALLEST + LAUGHS, "not valid YAML: more than 10,000 values"),
         (SMALLEST + "a: " + "[" * 1000, "not valid YAML: nested too deeply"),
-        (SMALLEST + "#" * 100_000, "recipe.yaml: too long for a recipe, which has at most 60,000 characters"),
-        (f"output_dir: {'x' * 5000}\ntarget: {{model: org/name}}\n", "File name too long"),
+        (SMALLEST + "#" * 100_000, "recipe.yaml: too long for a recipe"),
     ],
-    ids=range(14),
+    ids=range(11),
 )
 def test_not_a_recipe(write, text, expected):
     problems = problems_of(write(text))
     assert any(expected in problem for problem in problems), problems
     assert sum(map(len, problems)) < 10_000
-
-
-def test_numbers_of_thousands_of_digits_in_overrides(write):
-    also = "eval.also=[{name: a}]"
-    problems = problems_of(write(SMALLEST), also, f"eval.also.{'9' * 5000}.name=x", f"train.seed=0x{'f' * 5000}")
-    for said, problem in zip(("a list of 1, it has no `999", "cannot be read as int"), problems, strict=True):
-        assert said in problem and len(problem) < 600
 
 
 def test_recipe_file_that_cannot_be_read(tmp_path: Path):
@@ -187,11 +176,6 @@ def test_an_output_dir_that_is_read_only(write, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match="output_dir: nothing can be written to"):
         cli.parse_command(None, arguments)
     cli.parse_command(None, arguments, writes=False)
-    (problem,) = problems_of(arguments[0], f"output_dir={tmp_path}/new")
-    assert "`output_dir`: " in problem and f"nothing can be written to {tmp_path}" in problem
-    monkeypatch.setattr(sys, "argv", ["acceptance.py", *arguments])
-    with pytest.raises(UserError, match="output_dir: nothing can be written to"):
-        acceptance.main()
 
 
 @pytest.mark.parametrize(
