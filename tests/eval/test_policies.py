@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from draftsmith.eval.decoding import policies
-from draftsmith.eval.decoding.policies import C2T, Chain, Eagle2, PolicyProposer, StaticTree, TreePolicy, policy_of
+from draftsmith.eval.decoding.policies import C2T, Chain, Eagle2, StaticTree, TreePolicy, policy_of
 from draftsmith.eval.decoding.stopping import Ddd, Svip, SvipTree
-from draftsmith.models.draft_tree import Committed
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.recipes.sections.eval import C2tSection, TreeSection
 from tests import reference
@@ -175,21 +174,6 @@ def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, coun
     distinct = tokens.sort(-1).values
     assert (distinct[..., 1:] > distinct[..., :-1]).all()
     assert torch.equal(tokens[0, :2], expected.indices[0, :2])
-
-
-class OnePass(Scripted):
-    """Drafts all levels in one forward pass, as block drafters do."""
-
-    def passes(self, levels: int) -> int:
-        return min(levels, 1)
-
-
-def test_the_drafter_counts_its_passes_and_the_policy_its_levels() -> None:
-    sharp, flat = Table(0, sharpness=(1e5,)), Table(0, sharpness=(0.1,))  # all of a chain, and its first token alone
-    proposer = PolicyProposer(OnePass([sharp, flat]), Chain(5, Svip()))
-    proposer.observe(Committed(None, [[0], [2]], torch.zeros(2, 1, 1), [1, 1]))  # type: ignore[arg-type]
-    tree, calls = proposer.propose()
-    assert (tree.tried, calls) == ([5, 1], [1, 1])
 
 
 # What a recipe's `tree` section describes.
