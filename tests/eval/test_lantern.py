@@ -208,7 +208,7 @@ def images_of(place: Path) -> ImageTokens:
     return images
 
 
-def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path) -> None:
     measure(place)
     out = place / "run/eval"
     rows = result_files.read_acceptance(out / "acceptance.json")["contenders"]
@@ -229,11 +229,8 @@ def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path, capsys:
     source = (out / "report.html").read_text()
     assert len(re.findall(r'<img src="data:image/png', source)) == len(made)  # the figures are SVG
     page = " ".join(Page(source).text.split())
-    assert "What the answers look like" in page and "no whole picture" in page
     assert f"lantern {moved['lantern']:.3f}" in page.partition("Total variation from the target's distribution")[2]
-    table = " ".join(capsys.readouterr().out.split())
-    for text in (table, page):
-        assert f"but not of {'; '.join(RULES)}: their output is not the target's" in text and "defect" not in text
+    assert f"but not of {'; '.join(RULES)}: their output is not the target's" in page and "defect" not in page
     tables = [load_file(path)["neighbours"] for path in out.glob("neighbours-*.safetensors")]
     assert len(tables) == 4  # 4, 8 and all 15 codes; 8 embeddings
     codes = {VOCABULARY[name] for name in CODES}
@@ -269,13 +266,9 @@ def test_impossible_sources_of_neighbours_are_named(place: Path, tmp_path: Path)
     path = tmp_path / "codes.safetensors"
     path.write_text("no tensors")
     refused("neighbours: .*not a readable safetensors file", path)
-    vectors, ids = torch.zeros(3, 2), torch.arange(3)
-    for codebook, tokens, said in (
-        (vectors, torch.arange(4), r"needs codebook \[C, d\]"),
-        (vectors + torch.nan, ids, "finite numbers"),
-        (vectors, torch.tensor([1, 1, 2]), "not two or more different"),
-        (vectors, ids.float(), "not .* whole numbers"),
-        (vectors, torch.tensor([1, 2, 9_000], dtype=torch.uint16), "tokens 1 to 9,000, but the target has 26"),
+    for tokens, said in (
+        (torch.arange(4), r"needs codebook \[C, d\]"),
+        (torch.tensor([1, 2, 9_000], dtype=torch.uint16), "tokens 1 to 9,000, but the target has 26"),
     ):
-        save_file({"codebook": codebook, "token_ids": tokens}, path)
+        save_file({"codebook": torch.zeros(3, 2), "token_ids": tokens}, path)
         refused(said, path)

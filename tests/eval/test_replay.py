@@ -264,9 +264,6 @@ def test_conversations_are_read_turn_by_turn(tmp_path: Path) -> None:
     assert answers[2].place == f"{path}:3"
     assert len(read_answers(path, limit=1).of("x", "y")) == 2
     assert len(read_answers(path, first_turns_only=True).of("x", "y")) == 2
-    for label in (["x"], 1):  # users' own
-        write_lines(path, conversation(0) | {"meta": {"benchmark": label, "category": label}})
-        assert {(a.benchmark, a.category) for a in read_answers(path).of("x", "y")} == {("", None)}
 
 
 def test_everyone_has_its_own_generations_or_plain_decoding_s(tmp_path: Path) -> None:
@@ -277,9 +274,6 @@ def test_everyone_has_its_own_generations_or_plain_decoding_s(tmp_path: Path) ->
     assert [a.tokens for a in recording.of("lookup", "plain decoding")] == [[6, 14], [6, 14]]
     assert {a.sampling for a in recording} == {GREEDY}
     assert len(read_answers(path, limit=1).of("eagle", "plain decoding")) == 1
-    write_lines(path, *(line | {"contender": f"c{i}"} for i, line in enumerate(lines)))
-    with pytest.raises(UserError, match="holds answers of 'c0', 'c1', 'c2', 'c3', none of 'eagle' and none of 'plain"):
-        read_answers(path).of("eagle", "plain decoding")
 
 
 NO_TOKENS: tuple[Any, ...] = (None, "a", {}, [], [[1]], [-1], [1.0], [float("nan")], [True])
@@ -290,17 +284,12 @@ NO_TOKENS: tuple[Any, ...] = (None, "a", {}, [], [[1]], [-1], [1.0], [float("nan
     [
         ("{", "malformed JSON"),
         ({"id": "x", "messages": []}, "neither a line of generations"),
-        ({"id": "x", "turns": ["How?", "Why?"]}, "neither a line of generations"),
-        ({"id": "x", "turns": []}, "neither a line of generations"),
         ({"contender": "e"}, "benchmark is missing"),
         (generation_line("e", "x", [6]) | {"contender": ["e"]}, r"contender is \['e'\]: "),
         (conversation(0) | {"id": 1}, "conversation_id is 1: "),
-        (conversation(0) | {"messages": [{"content": [{"type": "image", "path": 1}]}]}, "pictures.0.path is 1: "),
         (conversation(0, temperature=-1.0), "temperature"),
-        (conversation(0, temperature=10**400), "neither a line of generations"),
         (conversation(0, lossless=False), "written by an acceptance rule"),
         *((generation_line("e", "x", tokens), r"token_ids\b.* is ") for tokens in NO_TOKENS),
-        *((generation_line("e", "x", [6]) | {"prompt_token_ids": each}, "prompt_token_ids") for each in NO_TOKENS),
     ],
 )
 def test_lines_that_cannot_be_replayed_are_named(tmp_path: Path, line: Any, message: str) -> None:
@@ -319,11 +308,9 @@ def test_what_lies_beside_answers_is_checked(tmp_path: Path) -> None:
     recording = read_answers(path, sampling=GREEDY)
     assert [answer.sampling for answer in recording] == [Sampling(0.5, 0.9, 3)]
     assert [identity["adapter"] for _, identity in recording.identities] == ["a"]
-    wrong = ({"contenders": []}, {"contenders": {"e": 1}}, {"target_identity": []}, {"temperature": "x"})
-    for text in ("{", *(json.dumps(said | each) for each in wrong)):
-        beside.write_text(text)
-        with pytest.raises(UserError, match=r"acceptance\.json: damaged"):
-            read_answers(path)
+    beside.write_text("{")
+    with pytest.raises(UserError, match=r"acceptance\.json: damaged"):
+        read_answers(path)
 
 
 def test_kept_for_validation_is_what_training_keeps(tmp_path: Path, target_dir: Path) -> None:

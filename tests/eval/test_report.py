@@ -14,7 +14,7 @@ import pytest
 
 from draftsmith.eval import report
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.measurement.generation_log import read_generations, token_texts
+from draftsmith.eval.measurement.generation_log import token_texts
 from draftsmith.eval.measurement.metrics import bootstrap, summarise, summarise_all, tau
 from draftsmith.eval.report_page import figures, result_files, summary
 from draftsmith.eval.report_page import html as report_html
@@ -200,17 +200,6 @@ def test_the_verdict_says_what_the_intervals_allow(speeds: Speeds, said: str, fa
     assert "times nothing" in summary.verdict(acceptance | {"mode": "replay"})
 
 
-def test_the_terminal_compares_the_fastest_with_the_next() -> None:
-    def row(ratio: float, proposer: str | None = "drafter") -> dict[str, Any]:
-        return {"proposer": proposer, "fastest_ratio": ratio, "fastest_ratio_interval": [ratio - 0.1, ratio + 0.1]}
-
-    rows = {PLAIN: row(2.0, None), "a": row(1.5), "b": row(1.0), "c": row(1.2)}
-    heading = "Fastest drafting: b. Times as fast as the next ones, paired by prompt:"
-    told = f"{heading}\n  c 1.20 (1.10-1.30)\n  a 1.50 (1.40-1.60)"
-    assert summary.fastest({"contenders": rows}) == told
-    assert summary.fastest({"contenders": {name: rows[name] for name in (PLAIN, "b")}}) is None
-
-
 def figures_of(page: Page) -> list[str]:
     """The page's figures as SVG."""
     head = "data:image/svg+xml;base64,"
@@ -291,14 +280,6 @@ def test_hostile_texts_stay_texts(recipe: Recipe, monkeypatch: pytest.MonkeyPatc
         assert figures.harmless(name) in page.text
 
 
-def test_generations_are_kept_whole(recipe: Recipe) -> None:
-    for name, generations in evaluate(recipe, THREE, contenders=(MAIN, "other")).items():
-        records = list(read_generations(result_files.generations_path(recipe), name))
-        again = [Generation(**{key: r[key] for key in vars(generations[0]) if key in r}) for r in records]
-        assert again == generations
-        assert all(("token_texts" in r) == (name == MAIN) for r in records)
-
-
 def test_token_texts_join_to_the_answer() -> None:
     tokenizer: Any = make_tokenizer()
     answer = "the cat\n sat — \U0001f600 \u05e9\u05dc <|end|>"
@@ -368,13 +349,6 @@ def test_answers_of_one_token_have_no_rounds(recipe: Recipe) -> None:
     assert page.answers == [" word0"] * 3
 
 
-def test_a_worthless_drafter_gets_advice() -> None:
-    def said(tau: float | None, proposer: str = "drafter") -> str | None:
-        return summary.advice({"contender": MAIN, "contenders": {MAIN: {"tau": tau, "proposer": proposer}}})
-
-    assert "Train longer" in (said(1.0) or "") and said(1.3) is said(None) is said(1.0, "sam") is None
-
-
 # Damaged files.
 
 
@@ -385,15 +359,10 @@ def test_damaged_files_are_named(recipe: Recipe) -> None:
     cut, others = [*lines[:7], lines[7][:-9], lines[8]], [line for line in lines if MAIN not in line]
     metrics.write_text(good)
     for path, content, said in (
-        (metrics, [good, "not json", good], r"metrics\.jsonl:2: malformed.*; delete the line"),
-        (metrics, [good, "[1]", good], r"metrics\.jsonl:2: not a JSON object.*; delete the line"),
         (metrics, [good, '{"step": 2}', good], r"metrics\.jsonl:2: lacks loss.*; delete the line"),
         (answers, cut, r"generations\.jsonl:8: malformed JSON.*run `draftsmith evaluate` again"),
         (answers, others, f"holds no answer of '{MAIN}'; it is damaged, or of another run"),
-        *(
-            (recipe.eval_out / "acceptance.json", [text], r"acceptance\.json: .*run `draftsmith evaluate` again")
-            for text in ("[1]", '{"contender": "a", "contend', '{"tau": 1}')
-        ),
+        (recipe.eval_out / "acceptance.json", ['{"tau": 1}'], r"acceptance\.json: .*run `draftsmith evaluate` again"),
     ):
         before = path.read_text()
         path.write_text("\n".join(content))

@@ -155,21 +155,13 @@ def test_a_saved_drafter_drafts_the_same(kind: str, target_dir: Path, tmp_path: 
     ("kind", "known", "change", "message"),
     [
         ("poss", True, {"positions_per_specialist": 1}, "positions_per_specialist is 1, the weights were written with"),
-        ("poss", True, {"num_layers": 2}, "a position specialist is a single layer"),
         ("eagle3.1", True, {"norm_output": False}, "norm_output is False, the weights were written with True"),
         ("poss", False, {"specialists": 3}, r"describes poss-2, .*: specialists\.2\.\S+ is missing; .* and \d+ more"),
         ("poss", False, {"intermediate_size": 40}, r"is \[32, 48\], not \[32, 40\]"),
-        # A module of these sizes would take minutes.
+        # A module of this size would take minutes.
         ("eagle3", False, {"num_layers": 1_000_000}, r"1,000,000 layers, .*; its weights are 15 tensors"),
-        ("eagle3", False, {"intermediate_size": 10**9}, "up to 1,000,000,000 wide; its weights are .* up to 320 wide"),
         ("eagle3", False, {"num_key_value_heads": 0}, "num_key_value_heads: 0 is less than 1"),
-        ("eagle3", False, {"num_layers": -1}, "num_layers: -1 is less than 1"),
-        ("eagle3", False, {"rms_norm_eps": float("nan")}, "rms_norm_eps: nan is not a number above 0"),
-        ("eagle3", False, {"embedding_scale": -1.0}, "embedding_scale: -1.0 is not a number above 0"),
-        ("eagle3", False, {"capture_layers": [-1, 2, 3]}, "capture_layers: .* has a negative layer"),
         ("eagle3", False, {"hidden_act": "/etc/passwd"}, "hidden_act is '/etc/passwd'"),
-        ("eagle3", False, {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "not finite"),
-        ("eagle3", False, {"vocab_size": None}, "vocab_size is None"),
     ],
 )
 def test_an_edited_config_is_refused(
@@ -184,9 +176,6 @@ def test_an_edited_config_is_refused(
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"drafter": config["drafter"] | change}))
     with pytest.raises(UserError, match=message):
-        read_drafter(directory)
-    (directory / "config.json").write_text(json.dumps(config | {"kind": "medusa"}))
-    with pytest.raises(UserError, match=r"config\.json: not a drafter of a kind known here"):
         read_drafter(directory)
 
 

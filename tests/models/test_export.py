@@ -6,7 +6,6 @@ Then the command `export` as users call it: what it prints and writes, the model
 import importlib.util
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,13 +26,12 @@ from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.formats.exporting import Source, able_engines, export, facts, target_embeddings
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.importing import read_foreign
-from draftsmith.recipes.command import cli
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.reading import file_digest
 from tests.conftest import make_tokenizer
 from tests.evaluation_cases import MADE, MAIN, evaluate, make_recipe
 from tests.export_cases import DRAFTERS, Tensors, drafter_named, save_target, target_of, trained, write_folder
-from tests.training_runs import write_recipe
+from tests.training_runs import run_main, write_recipe
 
 ABLE = {
     "eagle3": ["vllm", "sglang", "tensorrt-llm", "speculators", "llama.cpp"],
@@ -204,19 +202,12 @@ Call = Callable[..., str]
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+def call(capsys: pytest.CaptureFixture[str]) -> Call:
     """Runs a script with the words behind it; returns what it prints."""
 
-    def run(*words: str, main: Any = export_script.main, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["draftsmith", *words])
-        found = 0
-        try:
-            cli.run(main)
-        except SystemExit as end:
-            found = int(end.code or 0)
-        out, err = capsys.readouterr()
-        assert found == code and "Traceback" not in err, (words, out, err)
-        return out + err
+    def run(*words: str, script: Any = export_script) -> str:
+        run_main(script, *words)
+        return "".join(capsys.readouterr())
 
     return run
 
@@ -270,9 +261,6 @@ def test_a_card_has_what_was_measured_with_these_weights(
         assert mine["acceptance_by_position"] == row["acceptance_by_position"]
         interval = "" if (ends := row["tau_interval"]) is None else f"[{ends[0]:.2f}, {ends[1]:.2f}]"
         assert f"| {MAIN} | {benchmark} | {row['prompts']} | {row['tau']:.2f} | {interval} |" in card
-    row = measured["contenders"][MAIN]  # of a drafter whose tokens are never accepted
-    row["acceptance_by_position"] = row["acceptance_by_position_interval"] = []
-    assert cards.picture(measured).startswith(b"\x89PNG")
 
     trained(run_dir / "drafter", "target", drafter_named("eagle3.1"))
     assert "was measured with other weights" in call("recipe.yaml", "export.license=null")
@@ -298,23 +286,18 @@ def test_a_plan_comes_before_the_training(run_dir: Path, call: Call) -> None:
     words = "recipe.yaml", "output_dir=new", "--plan"
     said = call(*words, "export.to=sglang")
     assert "yet to be trained" in said and "new/export/sglang  [new]" in said
-    assert "no engine can" in call(*words, "export.to=sglang", "drafter.kind=poss", code=2)
+    with pytest.raises(UserError, match="no engine can"):
+        call(*words, "export.to=sglang", "drafter.kind=poss")
     save_target(run_dir.parent / "target", family="gemma2")  # scales its embeddings, which its config tells
     assert "engine         vLLM; also able: speculators\n" in call(*words, "drafter.fc_norm=true")
 
 
 def test_a_checkpoint_is_exported_and_imported_without_a_recipe(run_dir: Path, call: Call) -> None:
-    for words, named in (
-        (["run/drafter", "export.license=mit"], "a checkpoint, which has no keys"),
-        (["run"], "no drafter here"),
-        (["run/drafte"], "run/drafte: no such folder; name a drafter's folder, or a recipe"),
-    ):
-        assert named in call(*words, code=2)
     assert "acceptance     none" in call("run/drafter", "--to", "speculators", "--out", "served")
     words = ["served", "--target", "target", "--out", "back"]
-    call(*words, "--plan", main=import_drafter.main)
+    call(*words, "--plan", script=import_drafter)
     assert not Path("back").exists()
-    call(*words, main=import_drafter.main)
+    call(*words, script=import_drafter)
     shape, target = read_drafter_config(Path("back"))
     assert shape == read_drafter_config(run_dir / "drafter")[0]
     assert target["tokenizer_fingerprint"] == tokenizer_fingerprint(make_tokenizer())
@@ -331,5 +314,5 @@ def test_what_an_engine_must_be_told_is_said(run_dir: Path, call: Call) -> None:
         assert "with a LoRA adapter merged into it" in text and "vllm serve MERGED_TARGET" in text
         assert "under classifier-free guidance (scale 2, <null>)" in text
     assert "vllm serve target" not in said + card and "ad" * 32 in card
-    said = call("recipe.yaml", "--to", "llama.cpp", "--with-target", "x.py", code=2)
-    assert "would convert the target without its adapter" in said
+    with pytest.raises(UserError, match="would convert the target without its adapter"):
+        call("recipe.yaml", "--to", "llama.cpp", "--with-target", "x.py")

@@ -179,13 +179,10 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}, "which was it"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "whole heads"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'; drafters here rotate by default, linear"),
-    ({"head_dim": 16.0}, "head_dim is 16.0: Input should be a valid integer"),
     ({"eagle_config": {AUX: [1, 2.5, 3]}}, r"eagle_aux_hidden_state_layer_ids.1 is 2.5"),
     ({AUX: [1, 2, 3], "eagle_config": {AUX: [1, 2, 3]}}, "name different states"),
     ({"hidden_size": 16, "target_hidden_size": 32}, "is of width 16, the target's 32; .* Only drafters as wide"),
-    ({"target_hidden_size": 48}, "reads states of width 48, the target's 32"),
     ({"mlp_bias": True}, "mlp_bias is True"),
-    ({"bias": True}, "none of its tensors is a bias"),
     ({"vocab_size": VOCAB_SIZE + 8}, "vocab_size is 328, the target's 320"),
     ({"num_key_value_heads": 3}, "cannot share"),
     ({"norm_before_residual": True}, "norm_before_residual is True"),
@@ -193,12 +190,10 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 # A tensor, what becomes of it, and what is told.
 TENSORS: list[tuple[str, Callable[[Tensors], torch.Tensor] | None, str]] = [
     ("fc.weight", lambda t: t["fc.weight"] * torch.nan, "numbers that are not finite"),
-    ("fc.weight", lambda t: t["fc.weight"].to(torch.float8_e4m3fn), "fc.weight is of type"),
     ("fc.weight", lambda t: t["fc.weight"][:, :5], r"fc.weight is \[32, 5\], not \[32, 96\]"),
     ("midlayer.mlp.up_proj.weight", None, "midlayer.mlp.up_proj.weight is missing"),
     ("d2t", None, "there is no d2t"),
     ("t2d", lambda t: ~t["t2d"], "t2d marks other target tokens"),
-    ("d2t", lambda t: t["d2t"] + VOCAB_SIZE, "d2t must hold offsets"),
     ("d2t", lambda t: torch.cat((t["d2t"][:1], t["d2t"][:1] - 1, t["d2t"][2:])), "target_ids must ascend"),
     ("midlayer.self_attn.o_proj.bias", lambda t: torch.ones(32), "o_proj.bias has no place in eagle3"),
     ("embed_tokens.weight", lambda t: torch.randn(VOCAB_SIZE, 32), "not the target's table"),
@@ -214,7 +209,6 @@ def of_index(places: Any) -> Callable[[Path], object]:
 FILES: list[tuple[str, Callable[[Path], object], str]] = [
     (WEIGHTS, lambda at: at.write_bytes(struct.pack("<Q", 1 << 60) + b"{}"), "not a whole safetensors file: .*header"),
     ("config.json", lambda at: at.write_bytes(b" " * (1 << 25)), "no drafter's is that large"),
-    ("config.json", lambda at: at.write_text("[" * 5000 + "]" * 5000), "nested too deeply"),
     (WEIGHTS, of_index({"fc.weight": "../outside.safetensors"}), "plain names in its folder"),
     (WEIGHTS, of_index({"fc.weight": "gone.safetensors"}), "gone.safetensors, which is missing"),
     (WEIGHTS, lambda at: at.symlink_to(at.parents[1] / "outside"), "a link that leads out of the folder"),
@@ -344,12 +338,6 @@ def test_what_cannot_be_had_is_told_at_its_key(hub: FakeHub, place: Path) -> Non
     assert pickle.startswith("eval.also.0.drafter: me/pickle: this repository of the Hub has no config.json with safe")
     with pytest.raises(UserError, match=r"^drafter.init_from: 'me/gone' is no folder"):
         with_start(load_recipe("recipe.yaml", ["drafter.init_from=me/gone"]), plan=False)
-    damaged = json.loads((place / "foreign/config.json").read_text()) | {"vocab_size": 328}
-    (place / "foreign/config.json").write_text(json.dumps(damaged))
-    for plan in (True, False):
-        with pytest.raises(UserError, match=r"^eval.drafter: foreign: vocab_size is 328, the target's 320"):
-            measured(place, "foreign", plan)
-    assert not list(place.glob("run/imported/foreign*"))
 
 
 @pytest.mark.usefixtures("no_dry_run")

@@ -171,9 +171,6 @@ def changed(model: Any, change: Callable[[dict[str, Any]], None]) -> Target:
 
 
 def test_decoders_that_mix_documents_are_refused_by_name() -> None:
-    def refuse(_: dict[str, Any]) -> None:
-        raise ValueError("no masks here\nat all")
-
     def without_mask(inputs: dict[str, Any]) -> None:
         del inputs["attention_mask"], inputs["position_ids"]  # by which transformers makes a mask of its own
 
@@ -183,7 +180,6 @@ def test_decoders_that_mix_documents_are_refused_by_name() -> None:
     batch = collate(documents_of(), packed=True)
     for family, change, message in (
         ("llama", without_mask, r"LlamaForCausalLM does not keep documents apart that share .* train\.packing: false"),
-        ("llama", refuse, "LlamaForCausalLM cannot read packed documents: ValueError: no masks here; set"),
         ("gpt2", going_on, "GPT2LMHeadModel does not keep documents apart"),  # rotary positions are distances
     ):
         target = changed(make_target(family), change)

@@ -35,7 +35,6 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.sections.target import TargetSection
 from draftsmith.recipes.sections.train import TrainSection
-from draftsmith.train.run import accelerator
 from draftsmith.train.run.accelerator import accelerator_of, launcher_plugin, with_recipe_settings
 from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_sharded
 from tests.conftest import make_target
@@ -354,9 +353,7 @@ def test_weights_that_stay_in_float32_are_not_rounded(
     check()
 
 
-def test_what_cannot_be_shared_out_is_refused(
-    check: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_shared_out_is_refused(check: Callable[..., None], tmp_path: Path) -> None:
     check()  # this one can
     config_path = tmp_path / "target/config.json"
     config = json.loads(config_path.read_text())
@@ -370,9 +367,6 @@ def test_what_cannot_be_shared_out_is_refused(
         config_path.write_text(json.dumps(content))
         with pytest.raises(UserError, match=why):
             check(override)
-    monkeypatch.setattr(accelerator, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"train\.shard_target: .* DeepSpeed, which is not installed"):
-        check()
 
 
 # Launchers.
@@ -486,14 +480,12 @@ def test_a_stage_or_offload_that_the_launcher_was_given_stays(monkeypatch: pytes
             {"zero_stage": 2},
             None,
         ),
-        ({"bf16": {"enabled": False}, "zero_optimization": {"stage": 3}}, {}, None),
         ({"bf16": {"enabled": True}}, {}, "DeepSpeed's bf16"),
         ({"gradient_clipping": 1.0}, {}, "DeepSpeed's gradient_clipping is 1.0"),
         ({"gradient_clipping": 0.5}, {"clip": "value"}, "DeepSpeed's gradient_clipping is 0.5"),
         ({"train_batch_size": 64}, {}, "DeepSpeed's train_batch_size is 64"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, {}, "DeepSpeed's optimizer"),
         ({}, {"zero_stage": 3}, "train.zero_stage is 3"),
-        ({"zero_optimization": {"stage": 0}}, {}, "accelerate's config asks for DeepSpeed without ZeRO"),
         ({}, {"offload_optimizer": True}, "train.offload_optimizer is true"),
     ],
 )
