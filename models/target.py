@@ -94,6 +94,8 @@ class Target:
     them differently from this file.
     """
 
+    head_product: nn.Module | None = None  # the head's product where decoding has a faster one (`LoadedModels`)
+
     def __init__(self, model: Any, capture_layers: Sequence[int] | None = None):
         self.model = model
         self.name = type(model).__name__
@@ -105,7 +107,6 @@ class Target:
         # None: it reads text only.
         self.pictures = PictureReader(model) if is_vision_language(model.config) else None
         self.head: nn.Module = model.get_output_embeddings()
-        self.head_product = self.head  # the same, or faster (`LoadedModels`)
         self.embedding: nn.Module = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
         if self.head is None or self.embedding_table.shape[1] != self.hidden_size:
@@ -154,7 +155,7 @@ class Target:
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Head, scaling and soft-capping over final states [..., H]: float32 logits [..., V]."""
-        return scaled_logits(self.config, self.head_product(last)).float()
+        return scaled_logits(self.config, (self.head_product or self.head)(last)).float()
 
     @torch.no_grad()
     def inputs(

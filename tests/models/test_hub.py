@@ -353,11 +353,17 @@ Export = Callable[..., str]
 
 @pytest.fixture
 def export(checkpoint: Path, tmp_path: Path, call: Call) -> Export:
-    """Exports to `tmp_path / "out"` by the script; returns all that it printed."""
+    """Exports to `tmp_path / "out"` by the script; returns all that it printed, or what it refused (code 2)."""
 
     def run(*options: str, to: str = "me/drafter", code: int = 0) -> str:
         own = ["--to", "vllm", "--out", str(tmp_path / "out"), "--push-to-hub", to]
-        return call(str(checkpoint), *own, *options, code=code)
+        try:
+            said = call(str(checkpoint), *own, *options)
+        except UserError as error:
+            assert code == 2, error
+            return str(error)
+        assert code == 0, said
+        return said
 
     return run
 
