@@ -436,7 +436,7 @@ def test_after_a_fault_the_same_command_again_completes_the_push(
     hub.refuses[method] = error
     printed = export(code=2)
     assert "hf_Secret" not in printed
-    assert re.search(rf"error: {re.escape(hub.endpoint)}/me/drafter: .*{said}", printed), printed
+    assert re.search(rf"{re.escape(hub.endpoint)}/me/drafter: .*{said}", printed), printed
     assert "/out is complete; the same command again uploads what is missing" in printed
     export()
     assert len(hub.repos["me/drafter"].commits()) == 2
