@@ -4,17 +4,19 @@ PyTorch's product rearranges a weight for its kernel at each call, which for the
 long as the product itself. Here it is done once, when the model is loaded for decoding.
 
 Plain decoding, of one row, must not pay for that, or drafting would seem to gain more than it does. So in float32 the
-layout depends on the layer's size (LOG.md, 2026-11-26, has the times):
+layout depends on the layer's size (LOG.md, 2026-11-26 and 2026-11-29, has the times):
 
     weights             one row by                      more rows by
     up to 2**18         PyTorch's product               oneDNN, a layout for 16 rows
-    up to 2**20         oneDNN, a layout for one row    oneDNN, a layout for 16 rows
+    up to 2**20         oneDNN, a layout for one row;   oneDNN, a layout for 16 rows
+                        on Intel PyTorch's product
     more                oneDNN, a layout for one row    the same
     more, a head        oneDNN, a layout for 16 rows    the same
 
-The first two keep their weights twice. One row of a large head is as fast by either layout, and its own weights stay
-for the embedding that shares them. In bfloat16 the layout for 16 rows is the fastest for all. The operations are
-private ones of torch; where they are missing or give other numbers, layers stay as they are.
+PyTorch's product is that of Intel's library, whose fast kernels for one row other makers' CPUs do not get. The first
+two sizes keep their weights twice. One row of a large head is as fast by either layout, and its own weights stay for
+the embedding that shares them. In bfloat16 the layout for 16 rows is the fastest for all. The operations are private
+ones of torch; where they are missing or give other numbers, layers stay as they are.
 """
 
 from functools import cache
@@ -23,6 +25,8 @@ from typing import TypeGuard
 import torch
 from torch import nn
 from torch.nn import functional
+
+from draftsmith.models.sizes import hardware
 
 ROWS = 16  # of a verification
 SMALL, LARGE = 2**18, 2**20  # weights of a layer
@@ -43,7 +47,7 @@ class BlockedLinear(nn.Module):
         self.register_buffer("blocked", _blocked(weight, 1 if size > LARGE and not head else ROWS))
         single = None
         if 0 < size <= LARGE:
-            single = weight if size <= SMALL else _blocked(weight, 1)
+            single = weight if size <= SMALL or on_intel() else _blocked(weight, 1)
         self.register_buffer("single", single)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
@@ -78,6 +82,11 @@ def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     compute something else."""
     plain = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
     return plain and layer.weight.device.type == "cpu" and able(layer.weight.dtype)
+
+
+@cache
+def on_intel() -> bool:
+    return "Intel" in hardware(torch.device("cpu"))
 
 
 @cache

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from draftsmith.models import onednn_linear
 from draftsmith.models.onednn_linear import BlockedLinear, able, block_linears
 from tests.thinning import pairwise
 
@@ -33,14 +34,18 @@ def test_products_are_those_of_the_layer(shape: tuple[int, int], bias: bool, dty
 
 @needs_them
 @torch.no_grad()
-def test_one_row_has_a_weight_of_its_own_in_all_but_large_layers() -> None:
+@pytest.mark.parametrize("intel", [False, True])
+def test_one_row_has_a_weight_of_its_own_in_all_but_large_layers(intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain decoding must not pay for the layout that makes verification fast."""
+    monkeypatch.setattr(onednn_linear, "on_intel", lambda: intel)
     cases = [(8, torch.float32, True), (2**15 + 1, torch.float32, True), (2**17 + 1, torch.float32, False)]
     if torch.bfloat16 in PRECISIONS:
         cases.append((8, torch.bfloat16, False))
     for outputs, dtype, kept in cases:
         linear = nn.Linear(8, outputs).to(dtype)
         layer = BlockedLinear(linear)
+        if layer.single is not None:
+            assert layer.single.is_mkldnn is (outputs > 2**15 and not intel)
         layer.blocked.zero_()
         states = torch.randn(1, 8).to(dtype)
         assert torch.allclose(layer(states), linear(states), atol=1e-5) is kept
