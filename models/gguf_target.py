@@ -1,10 +1,11 @@
 """Targets in GGUF files, which llama.cpp and Ollama read: converted once, by transformers, to folders as on the Hub.
 
-    model.gguf  ->  <HF_HOME>/draftsmith/<sha256>/config.json, tokenizer.json, ...   when it is first named
-                    <HF_HOME>/draftsmith/<sha256>-float32/model.safetensors, ...     when it is first loaded in float32
+    model.gguf  ->  <HF_HOME>/draftsmith/gguf-2/<sha256>/config.json, tokenizer.json, ...   when it is first named
+                    <HF_HOME>/draftsmith/gguf-2/<sha256>-float32/model.safetensors, ...     when it is first loaded
 
-The names hold the file's digest, so a file that has changed is converted again. Weights are dequantised to the dtype of
-the recipe: where llama.cpp multiplies blocks of few bits, we multiply their values in that dtype.
+The names hold the file's digest, so a file that has changed is converted again, and the number of this conversion:
+count it up with a change that mends converted files. Weights are dequantised to the dtype of the recipe: where
+llama.cpp multiplies blocks of few bits, we multiply their values in that dtype.
 """
 
 import json
@@ -17,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 from huggingface_hub.constants import HF_HOME
+from safetensors import SafetensorError
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -26,12 +28,15 @@ from draftsmith.recipes.files.atomic import atomic_folder, atomic_write
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.files.reading import file_digest
 
-CACHE = Path(HF_HOME) / "draftsmith"
+CACHE = Path(HF_HOME) / "draftsmith" / "gguf-2"
 SECONDS = 3600.0  # to wait for another process that converts the same file
-UNREADABLE = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, NotImplementedError, ImportError)
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError, ImportError)
+UNREADABLE += (SafetensorError,)
+SCALES = ("attention.scale", "logit_scale", "residual_scale", "embedding_scale")  # not read for Llamas
 ENDS = ("eos", "eot", "eom")  # tokenizer.ggml.<name>_token_id: where answers end
 LLAMA3: dict[str, Any] = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
+ROTATION, PARTIAL = "rope_freqs.weight", "partial_rotary_factor"
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 # How byte-level vocabularies cut a text before they merge its pieces, by `tokenizer.ggml.pre`, as in llama.cpp.
@@ -81,8 +86,8 @@ def gguf_digest(file: Path) -> str:
 @cache
 def _digest(place: Path, size: int, changed: int) -> str:
     kept, known = CACHE / "digests.json", dict[str, Any]()
-    with suppress(OSError, ValueError):  # none yet, or damaged: it only saves time
-        known = json.loads(kept.read_text())
+    with suppress(OSError, ValueError, TypeError):  # none yet, or damaged: it only saves time
+        known = dict(json.loads(kept.read_text()))
     if known.get(str(place), [])[:2] != [size, changed]:
         known[str(place)] = [size, changed, file_digest(place)]
         with suppress(OSError):
@@ -97,7 +102,8 @@ def without_weights(file: Path) -> str:
         fields, kinds = _header(file)
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         if rotation := _rotation(file, fields, config):
-            config.rope_parameters |= rotation
+            # Of a family with two rotations, the file describes that of full attention.
+            config.rope_parameters.get("full_attention", config.rope_parameters).update(rotation)
         config.dtype = kinds.pop() if len(kinds) == 1 else torch.float32
         config.save_pretrained(folder)
         _tokenizer(file, fields, config).save_pretrained(folder)
@@ -113,7 +119,18 @@ def with_weights(file: Path, dtype: torch.dtype) -> str:
 
     def fill(folder: Path) -> None:
         config = AutoConfig.from_pretrained(rest)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, config=config, dtype=dtype)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, config=config, dtype=dtype, output_loading_info=True
+        )
+        model, report = loaded
+        # transformers draws what is missing at random, and drops what has no place in its model.
+        tensors = [each for each in _reader(str(file)).tensors if each.name != ROTATION]
+        held, said = sum(p.numel() for p in model.parameters()), sum(int(each.n_elements) for each in tensors)
+        if report["missing_keys"] or held != said:
+            missing = ", ".join(sorted(report["missing_keys"])[:3]) or "none"
+            raise ValueError(
+                f"its {said:,} weights are not the {held:,} of transformers' {config.model_type} (missing: {missing})"
+            )
         # transformers refuses to write what it read from few bits, though these are plain weights now.
         vars(model).pop("hf_quantizer", None)
         vars(model.config).pop("quantization_config", None)
@@ -165,9 +182,18 @@ def _rotation(file: Path, fields: Mapping[str, Any], config: Any) -> dict[str, A
     """Changes of `rope_parameters`, which transformers does not take from the file."""
     prefix = f"{fields['general.architecture']}.rope.scaling"
     kind, factor = fields.get(f"{prefix}.type", "none"), fields.get(f"{prefix}.factor")
-    frequencies = [each for each in _reader(str(file)).tensors if each.name == "rope_freqs.weight"]
-    if frequencies:  # Llama 3.1's rule, as divisors of the frequencies
-        here = torch.from_numpy(frequencies[0].data.copy())
+    tensors = {each.name: each for each in _reader(str(file)).tensors}
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    turned = fields.get(f"{fields['general.architecture']}.rope.dimension_count", width)
+    partial = getattr(config, "partial_rotary_factor", None) or (config.rope_parameters or {}).get(PARTIAL, 1.0)
+    if turned != int(width * partial):
+        raise ValueError(f"it rotates {turned} of a head's {width} dimensions")
+    if strange := [name for name in tensors if name.startswith("rope_factors")]:
+        raise ValueError(f"its rotation is by {strange[0]}, which is not read here")
+    if config.model_type == "llama" and (scales := [key for key in SCALES if f"llama.{key}" in fields]):
+        raise ValueError(f"it sets {scales[0]}, which Llamas do not have")
+    if ROTATION in tensors:  # Llama 3.1's rule, as divisors of the frequencies
+        here = torch.from_numpy(tensors[ROTATION].data.copy())
         for divisor in (8.0, 32.0):  # of 3.1, of 3.2
             rule = LLAMA3 | {"factor": divisor}
             plain, scaled = (

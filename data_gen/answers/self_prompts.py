@@ -41,7 +41,10 @@ from draftsmith.recipes.schema import Recipe
 Record = dict[str, Any]
 MOST, LEAST = 4, 64  # draws for each prompt that is asked for, and of a run, before it gives up
 SPARE = 8  # draws beyond those that the share of good ones so far asks for
-GRAM, CIRCLES = 3, 0.5  # fewer distinct runs of so many words than this share: the text goes round in circles
+GRAM, CIRCLES = (
+    3,
+    0.5,
+)  # fewer distinct runs of so many words or characters than this share: the text goes round in circles
 
 
 def main(command: Command) -> None:
@@ -147,7 +150,8 @@ def usable(drawn: dict[str, Record], settings: GenerationSettings, total: int) -
             continue
         text, turn = record["messages"][0]["content"], record["turns"][0]
         words = text.casefold().split()
-        runs = list(zip(*(words[start:] for start in range(GRAM)), strict=False))
+        units = words if len(words) > GRAM else [*text.casefold()]  # of scripts without blanks
+        runs = list(zip(*(units[start:] for start in range(GRAM)), strict=False))
         if turn["finish_reason"] == "length":
             left_out[f"cut at {settings.max_new_tokens} tokens"] += 1
         elif not any(map(str.isalnum, text)):

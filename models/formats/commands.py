@@ -2,6 +2,7 @@
 
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -71,6 +72,10 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         target_gguf = out / llama_cpp.TARGET
         llama_cpp.convert_target(source.target, command.with_target, target_gguf, dtype)
         plan.line("wrote", f"{target_gguf}: the target, by {command.with_target}")
+    if own is not None and engine.format != "gguf" and not source.target.get("adapter"):
+        # These engines read the folder to which the file was converted.
+        target_name = with_weights(own, getattr(torch, source.target["layout"]["dtype"]))
+        source = replace(source, target=source.target | {"model": target_name})
     folder, serves, repo_id = str(out), readers(source, engine), command.push_to_hub
     if repo_id:
         folder = f"$(hf download {repo_id})" if engine.format == "gguf" else repo_id  # llama-server's -md takes a file
@@ -86,7 +91,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         plan.line("uploaded", hub_push.push(out, repo_id, command.private, command.revision, message))
     if note := cards.before_serving(source, target_name):
         print(f"note: {note}")
-    served = str(target_gguf or cards.served_target(source, with_weights(own, torch.float32) if own else target_name))
+    served = str(target_gguf or cards.served_target(source, target_name))
     for other in serves:
         print(f"{other.title}:\n  {other.command(source.shape, served, folder)}")
     if recipe is not None and recipe.target.dtype == "float32" and engine.name == "vllm":

@@ -5,6 +5,7 @@ vLLM 0.32 and llama.cpp (llama-cpp-python 0.3.36). The sources of SGLang 0.5.23 
 TensorRT-LLM and EAGLE's code are known from descriptions.
 """
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,12 +44,12 @@ class ServingEngine:
     def command(self, shape: DrafterConfig, target: str, folder: str) -> str:
         """How to serve the drafter in a folder; with llama.cpp, `target` may be a GGUF."""
         return self.serve.format(
-            target=target,
-            folder=folder,
+            target=shlex.quote(target),
+            folder=folder if folder.startswith("$(") else shlex.quote(folder),
             method=shape.kind,
             METHOD=shape.kind.upper(),
             use_eagle3=" --use_eagle3" * (shape.kind == "eagle3"),
-            gguf=target if target.endswith(".gguf") else "target.gguf",
+            gguf=shlex.quote(target) if target.endswith(".gguf") else "target.gguf",
         )
 
     def reasons(self, shape: DrafterConfig, target: Mapping[str, Any]) -> list[str]:

@@ -46,11 +46,11 @@ def write_target(path: Path, kind: str = "F32", **changed: Any) -> Any:
     """Writes a Llama of two layers and returns it. Its matrices are of this type where rows can be cut into blocks.
 
     Args:
-        changed: metadata by its key; None leaves it out. `rope_freqs` is the tensor.
+        changed: metadata by its key; None leaves it out. `extra` are tensors by name; one that is None is left out.
     """
     model, tokenizer = make_target(num_layers=2), make_tokenizer()
     writer = gguf.GGUFWriter(path, changed.pop("architecture", "llama"))
-    frequencies = changed.pop("rope_freqs", None)
+    extra = changed.pop("extra", {})
     sizes = {"embedding_length": 32, "feed_forward_length": 48, "block_count": 2, "context_length": 512}
     sizes |= {"attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": 8, "vocab_size": 320}
     metadata: dict[str, Any] = {f"llama.{key}": value for key, value in sizes.items()}
@@ -80,9 +80,11 @@ def write_target(path: Path, kind: str = "F32", **changed: Any) -> Any:
                 said = torch.from_numpy(gguf.quants.dequantize(data, as_type))
                 back = said.view(-1, 4, 2, 32).transpose(1, 2).reshape(tensor.shape)
                 tensor.copy_(back if rows is not tensor else said)
-        writer.add_tensor(f"{NAMES[module]}.{part}", data, raw_dtype=as_type)
-    if frequencies is not None:
-        writer.add_tensor("rope_freqs.weight", frequencies.numpy())
+        if extra.get(f"{NAMES[module]}.{part}", data) is not None:
+            writer.add_tensor(f"{NAMES[module]}.{part}", data, raw_dtype=as_type)
+    for name, data in extra.items():
+        if data is not None:
+            writer.add_tensor(name, data.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -139,8 +141,8 @@ def divisors(factor: float) -> torch.Tensor:
     ("written", "read"),
     [
         ({}, {"rope_type": "default"}),
-        ({"rope_freqs": divisors(8)}, {"rope_type": "llama3", "factor": 8.0}),
-        ({"rope_freqs": divisors(32)}, {"rope_type": "llama3", "factor": 32.0}),
+        ({"extra": {"rope_freqs.weight": divisors(8)}}, {"rope_type": "llama3", "factor": 8.0}),
+        ({"extra": {"rope_freqs.weight": divisors(32)}}, {"rope_type": "llama3", "factor": 32.0}),
         ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         (
             {"type": "yarn", "factor": 4.0, "original_context_length": 128},
@@ -149,7 +151,7 @@ def divisors(factor: float) -> torch.Tensor:
     ],
 )
 def test_rotations(tmp_path: Path, written: Mapping[str, Any], read: Mapping[str, Any]) -> None:
-    keys = {key if key == "rope_freqs" else f"llama.rope.scaling.{key}": value for key, value in written.items()}
+    keys = {key if key == "extra" else f"llama.rope.scaling.{key}": value for key, value in written.items()}
     write_target(tmp_path / "tiny.gguf", **keys)
     found = files_at(tmp_path / "tiny.gguf").config.rope_parameters
     assert read.items() <= found.items()
@@ -177,15 +179,19 @@ def test_how_texts_are_cut_before_merges(tmp_path: Path, cut: str, pieces: list[
         ({"architecture": "rwkv7"}, "architecture rwkv7"),
         ({"tokenizer.ggml.pre": "martian"}, "rule 'martian'"),
         ({"split.count": 3}, "several files"),
-        ({"rope_freqs": torch.full((4,), 7.0)}, "rope_freqs"),
+        ({"extra": {"rope_freqs.weight": torch.full((4,), 7.0)}}, "rope_freqs"),
+        ({"extra": {"rope_factors_long.weight": torch.ones(4)}}, "rope_factors_long"),
+        ({"llama.attention.scale": 0.5}, "attention.scale"),
+        ({"extra": {"blk.1.attn_q.weight": None}}, "missing: model.layers.1.self_attn.q_proj"),
+        ({"extra": {"blk.0.attn_q.bias": torch.ones(32)}}, "weights are not"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, changed: Mapping[str, Any], told: str, cache: Path) -> None:
     write_target(tmp_path / "tiny.gguf", **changed)
     with pytest.raises(UserError, match=rf"target\.model.*tiny\.gguf.*{told}.*name the folder or Hub id"):
-        _ = files_at(tmp_path / "tiny.gguf").config
-    assert not [path for path in cache.iterdir() if path.is_dir() and path.suffix != ".partial"]
+        files_at(tmp_path / "tiny.gguf").load_model()
+    assert not list(cache.rglob("*.safetensors"))
 
 
 def test_places_without_one_gguf(tmp_path: Path) -> None:
