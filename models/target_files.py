@@ -46,6 +46,7 @@ from draftsmith.recipes.command.stages import INSIDE_RUN, stages_of
 from draftsmith.recipes.errors import UserError, first_line, quoted
 from draftsmith.recipes.files.hub_fetch import check_model
 from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.loader import portable
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.target import TargetSection
 
@@ -290,7 +291,7 @@ class TargetFiles:
         """What drafters, recorded answers and stored states must agree with, as far as it is known without weights."""
         config = self.text_config
         return {
-            "model": self.section.model,
+            "model": portable(self.section.model),
             "revision": self.section.revision,
             "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size,

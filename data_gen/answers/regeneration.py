@@ -31,6 +31,7 @@ from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.plan import PlanLines
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collecting_problems, naming_problems
+from draftsmith.recipes.loader import portable
 from draftsmith.recipes.prompts.picture_parts import data_url, store_picture
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.prompt_reader import DUPLICATE, Conversation, Rejects, questions, read_training_prompts
@@ -229,7 +230,7 @@ def generator_identity(recipe: Recipe, settings: GenerationSettings, files: Targ
         dtype = str(files.config.dtype or "float32").removeprefix("torch.")
     return {
         "kind": kind,
-        "target": section.model,
+        "target": portable(section.model),
         "revision": section.revision,
         "dtype": dtype if kind == "transformers" else None,  # unknown for servers; the log records `served_model`
         "tokenizer_fingerprint": files.fingerprint,

@@ -14,7 +14,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
@@ -23,8 +23,9 @@ from draftsmith.models.chat import FINGERPRINT_COVERS, reads_pictures, with_pict
 from draftsmith.models.prompt import Prompt, RenderError
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target_files import TargetFiles
-from draftsmith.recipes.errors import UserError, first_invalid
+from draftsmith.recipes.errors import UserError, first_invalid, first_line
 from draftsmith.recipes.files.json_text import json_object
+from draftsmith.recipes.files.reading import DAMAGED, open_bytes
 from draftsmith.recipes.prompts.picture_parts import pictures_of
 from draftsmith.recipes.prompts.records import validation_rank
 from draftsmith.recipes.schema import Recipe
@@ -131,14 +132,14 @@ def read_answers(
     seen: dict[tuple[str, str], set[str]] = {}
     drawn, recorded_from, relaxed = _beside(path)
     try:
-        file = path.open("rb")
+        file = open_bytes(path)
     except OSError as error:
         raise UserError(
             f"eval.answers: {path} cannot be read ({error.strerror}); `draftsmith evaluate` writes a "
             "generations.jsonl, `draftsmith regenerate` conversations"
         ) from None
     with file:
-        for number, line in enumerate(file, start=1):
+        for number, line in _lines(file, path):
             if not line.strip():
                 continue
             place = f"{path}:{number}"
@@ -174,6 +175,13 @@ def read_answers(
     return recording
 
 
+def _lines(file: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
+    try:
+        yield from enumerate(file, start=1)
+    except DAMAGED as error:
+        raise UserError(f"eval.answers: {path} is damaged: {first_line(error)}") from None
+
+
 def kept_for_validation(path: Path, most: int, of: int = 5) -> set[str]:
     """Ids of the conversations in a file of `data_gen.regenerate` that training on it keeps for validation.
 
@@ -184,8 +192,8 @@ def kept_for_validation(path: Path, most: int, of: int = 5) -> set[str]:
     Training leaves out more conversations that it cannot use. With few, the last id returned may be trained on.
     """
     ids = set()
-    with path.open("rb") as file:
-        for line in file:
+    with open_bytes(path) as file:
+        for _, line in _lines(file, path):
             with suppress(UserError, *UNUSABLE):  # `read_answers` reports it
                 _, answers, _ = _answers_of(json_object(line), str(path), None)
                 if any(len(answer.tokens) > 1 for answer in answers):  # a single token trains nothing

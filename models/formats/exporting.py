@@ -25,6 +25,7 @@ from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_folder
+from draftsmith.recipes.loader import placed
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.sections.target import TargetSection
 
@@ -46,6 +47,7 @@ class Source:
     def read(cls, directory: Path) -> "Source":
         """Raises UserError where there is no whole checkpoint."""
         shape, target = read_drafter_config(directory)
+        target |= {"model": placed(target["model"])}
         return cls(directory, shape, target, read_drafter_vocab(directory, shape), read_weights(directory))
 
     @property

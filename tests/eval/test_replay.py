@@ -255,7 +255,7 @@ def test_a_few_differing_tokens_are_rounding() -> None:
 
 
 def test_conversations_are_read_turn_by_turn(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "c.jsonl", conversation(0), "", conversation(1, temperature=0.7, top_k=5))
+    path = write_lines(tmp_path / "c.jsonl.gz", conversation(0), "", conversation(1, temperature=0.7, top_k=5))
     answers = read_answers(path).of("anyone", "plain decoding")
     assert [(a.conversation_id, a.turn) for a in answers] == [("c0", 1), ("c0", 2), ("c1", 1), ("c1", 2)]
     assert answers[1].prompt == [2, 11, 12, 4, 3, 9, 8, 4, 2, 11, 13, 4, 3]
@@ -298,6 +298,8 @@ def test_lines_that_cannot_be_replayed_are_named(tmp_path: Path, line: Any, mess
         read_answers(path)
     with pytest.raises(UserError, match="holds no answer"):
         read_answers(write_lines(tmp_path / "empty.jsonl"))
+    with pytest.raises(UserError, match=r"c\.jsonl\.gz is damaged: Not a gzipped file"):
+        read_answers(path.rename(tmp_path / "c.jsonl.gz"))
 
 
 def test_what_lies_beside_answers_is_checked(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.command import cli
 from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loader import PACKAGE, dump_recipe, load_recipe
+from draftsmith.recipes.loader import PACKAGE, dump_recipe, load_recipe, portable
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train import c2t
 from tests.conftest import make_target, make_tokenizer
@@ -114,6 +115,18 @@ def test_shipped_files_are_found_from_anywhere(tmp_path: Path, monkeypatch: pyte
     assert recipe.data.prompts == str(PACKAGE / name) and (PACKAGE / name).is_file()
     write_lines(tmp_path / name, {"prompt": "x"})
     assert load_recipe(sys.argv[1]).data.prompts == name
+
+
+def test_a_model_that_an_installed_package_brings(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", {"purelib": str(tmp_path / "packages")}.__getitem__)
+    path, named = write(SMALLEST), ["target.model=site-packages/a_model"]
+    with pytest.raises(UserError, match=r"packages/a_model .pip install the package"):
+        load_recipe(path, named)
+    (tmp_path / "packages/a_model").mkdir(parents=True)
+    recipe = load_recipe(path, named)
+    assert recipe.target.model == str(tmp_path / "packages/a_model")
+    assert portable(recipe.target.model) == named[0].removeprefix("target.model=")
+    assert portable("runs/a_model") == "runs/a_model"
 
 
 def test_merge_keys_and_anchors(write):
@@ -243,6 +256,7 @@ SHRUNKEN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2-7b-chat-c2t": ("llama", {"num_key_value_heads": 4}),
     "qwen3-8b": ("qwen3", {}),
     "gpt-oss-20b": ("gpt_oss", EXPERTS),
+    "smollm2-135m": ("llama", {}),
     "llava-v1.6-vicuna-7b-vispec": ("llava_next", {}),
     "llava-v1.6-vicuna-13b-vispec": ("llava_next", {}),
     "qwen2.5-vl-3b-instruct-vispec": ("qwen2_5_vl", {}),
@@ -273,6 +287,8 @@ def inputs(recipe: Recipe, folder: Path) -> list[str]:
         overrides.append(f"data.reprompt.sources={write_lines(folder / 'captions.json', records)}")
     else:
         overrides.append(f"data.prompts={write_lines(folder / 'prompts.jsonl', *asked)}")
+    if recipe.data.states:
+        overrides.append(f"data.states={folder / 'states'}")
     if recipe.data.ranking.sources:
         texts = ["the cat sat on the mat", "the dog ran after the cat", "".join(map(chr, range(32, 256)))] * 20
         corpus = write_lines(folder / "corpus.jsonl", *({"text": text} for text in texts))
@@ -287,6 +303,7 @@ data.generator.max_new_tokens=16 train.max_steps=3 train.warmup_steps=1 train.mi
 train.save_every_steps=2 train.log_every_steps=1 train.validation_conversations=2 eval.max_prompts=2
 eval.max_new_tokens=12 eval.tree.nodes=12 eval.tree.draft_calls=3
 """
+HERE = ["target.model=recipes/demo_target"]  # where a recipe names one that a package brings
 LABELS = ["labels.draft_calls=2", "labels.top_k=60", "classifier.epochs=2", "classifier.validation_share=0.5"]
 
 
@@ -315,7 +332,7 @@ def shrunken(name: str, recipe: Recipe, folder: Path) -> list[str]:
 def test_from_prompts_to_acceptance(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # a recipe names its template relative to it
     path = f"recipes/{name}.yaml"
-    recipe = load_recipe(path)
+    recipe = load_recipe(path, HERE)
     overrides = shrunken(name, recipe, tmp_path)
     labels = [label_trees, c2t] if "labels" in recipe.model_fields_set else []
     scripts = [*[reprompt] * recipe.reprompts, regenerate, rank_vocab, TRAINED_BY[recipe.drafter.kind], *labels]
@@ -339,7 +356,7 @@ def test_from_prompts_to_acceptance(name: str, tmp_path: Path, monkeypatch: pyte
 def test_loads_and_says_where_it_comes_from(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert name in SHRUNKEN or name.startswith("demo")  # it is tried
-    recipe = load_recipe(f"recipes/{name}.yaml")  # also checks that every source can be read by its name
+    recipe = load_recipe(f"recipes/{name}.yaml", HERE)  # also checks that every source can be read by its name
     assert recipe.output_dir == f"runs/{name}"
     head = (ROOT / f"recipes/{name}.yaml").read_text().split("\noutput_dir:")[0]
     assert all(line.startswith("#") for line in head.splitlines() if line)

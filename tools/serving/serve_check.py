@@ -10,7 +10,8 @@ one thread each. An engine whose option is left out is left out. Further argumen
 (eval.max_prompts=20).
 
 Exits with 1 if an answer or a count of vLLM, or of llama.cpp with an f32 cache, differs from ours. llama.cpp is also
-measured with an f16 cache, its default: such answers may differ.
+measured with an f16 cache, its default: such answers may differ. So may those of a GGUF target, whose weights llama.cpp
+multiplies in their few bits.
 """
 
 import json
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.measurement.benchmarks import PLAIN
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.recipes.loader import load_recipe
 
 HERE = Path(__file__).parent
@@ -171,7 +173,7 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    drafts, out = arguments.draft_tokens, Path(recipe.output_dir) / "serve_check"
+    files, drafts, out = TargetFiles(recipe.target), arguments.draft_tokens, Path(recipe.output_dir) / "serve_check"
     out.mkdir(parents=True, exist_ok=True)
 
     ours = evaluated(arguments.recipe, arguments.overrides, drafts, out)
@@ -187,23 +189,25 @@ def main() -> int:
     if arguments.vllm:
         _draftsmith("models/export.py", *exporting, "vllm", "--out", str(out / "vllm"))
         asked = {
-            "target": recipe.target.model,
+            "target": files.weights_place,
             "drafter": str(out / "vllm"),
             "method": "eagle3" if recipe.drafter.kind == "eagle3" else "eagle",
         }
         engines.append(Engine("vLLM", [arguments.vllm, str(HERE / "vllm_answers.py")], shared | asked, exact=True))
     if arguments.llama_cpp:
         folder, gguf = Path(arguments.llama_cpp), out / "llama.cpp"
-        _draftsmith("models/export.py", *exporting, "llama.cpp", "--out", str(gguf), "--with-target", str(folder))
+        converting = [] if files.gguf else ["--with-target", str(folder)]
+        _draftsmith("models/export.py", *exporting, "llama.cpp", "--out", str(gguf), *converting)
         asked = {
             "server": arguments.llama_server or str(folder / "build/bin/llama-server"),
-            "target": str(gguf / "target.gguf"),
+            "target": str(files.gguf or gguf / "target.gguf"),
             "drafter": str(gguf / "drafter.gguf"),
         }
         command = [sys.executable, str(HERE / "llamacpp_answers.py")]
         for cache in ("f32", "f16"):
             title = f"llama.cpp, {cache} cache"
-            engines.append(Engine(title, command, shared | asked | {"cache": cache}, exact=cache == "f32"))
+            exact = cache == "f32" and not files.gguf
+            engines.append(Engine(title, command, shared | asked | {"cache": cache}, exact))
 
     times = [sum(row["prefill_seconds"] + row["decode_seconds"] for row in side) for side in ours]
     rows, failed = [compared("draftsmith", *ours, ours[1], (times[0], times[1]), drafts)], False
