@@ -1,7 +1,7 @@
 """Targets in GGUF files, which llama.cpp and Ollama read: converted once, by transformers, to folders as on the Hub.
 
-    model.gguf  ->  <HF_HOME>/draftsmith/gguf-2/<sha256>/config.json, tokenizer.json, ...   when it is first named
-                    <HF_HOME>/draftsmith/gguf-2/<sha256>-float32/model.safetensors, ...     when it is first loaded
+    model.gguf  ->  <HF_HOME>/draftsmith/gguf-3/<sha256>/config.json, tokenizer.json, ...   when it is first named
+                    <HF_HOME>/draftsmith/gguf-3/<sha256>-float32/model.safetensors, ...     when it is first loaded
 
 The names hold the file's digest, so a file that has changed is converted again, and the number of this conversion:
 count it up with a change that mends converted files. Weights are dequantised to the dtype of the recipe: where
@@ -9,6 +9,7 @@ llama.cpp multiplies blocks of few bits, we multiply their values in that dtype.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -28,7 +29,7 @@ from draftsmith.recipes.files.atomic import atomic_folder, atomic_write
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.files.reading import file_digest
 
-CACHE = Path(HF_HOME) / "draftsmith" / "gguf-2"
+CACHE = Path(HF_HOME) / "draftsmith" / "gguf-3"
 SECONDS = 3600.0  # to wait for another process that converts the same file
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError, ImportError)
 UNREADABLE += (SafetensorError,)
@@ -135,6 +136,9 @@ def with_weights(file: Path, dtype: torch.dtype) -> str:
         vars(model).pop("hf_quantizer", None)
         vars(model.config).pop("quantization_config", None)
         model.save_pretrained(folder)
+        for path in Path(rest).iterdir():  # an engine reads this folder alone
+            if path.name != "config.json":
+                shutil.copy(path, folder)
 
     return _converted(file, CACHE / f"{gguf_digest(file)}-{name}", f" to {name}", fill)
 

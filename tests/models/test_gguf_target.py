@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("gguf")
 import gguf
+from transformers import AutoTokenizer
 
 from draftsmith.models import gguf_target
 from draftsmith.models.target_files import TargetFiles
@@ -109,6 +110,8 @@ def test_weights_tokens_and_stops_are_the_model_s(tmp_path: Path, kind: str, cac
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
     assert torch.equal(files.load_model()(ids).logits, model(ids).logits)
     assert torch.equal(files.tensor("lm_head.weight"), model.lm_head.weight)
+    served = AutoTokenizer.from_pretrained(files.weights_place)  # engines read that folder alone
+    assert served(TEXT)["input_ids"] == ids[0].tolist() and served.chat_template == tokenizer.chat_template
     assert files_at(path, dtype="bfloat16").load_model().dtype == torch.bfloat16
 
 
