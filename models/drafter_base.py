@@ -158,6 +158,7 @@ class FrozenHead:
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None
     scaled: Callable[[torch.Tensor], torch.Tensor]  # the family's scaling of logits (`families.scaled_logits`)
+    product: nn.Module | None = None  # a faster one, in decoding
 
 
 def layers_above(config: DrafterConfig) -> Iterator[UpperLayer]:
@@ -176,6 +177,8 @@ class Drafter(nn.Module):
                 f"config says {config.draft_vocab_size} over {config.vocab_size}"
             )
         self.config = config
+        # The product with the whole head where decoding has a faster one (`LoadedModels`).
+        self.head_product: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._vocab = vocab
         self.register_buffer("d2t", vocab.d2t.clone())
         self.register_buffer("t2d", vocab.t2d.clone())

@@ -15,6 +15,7 @@ Shapes: as in `models.feature_drafter`; F = W = H.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.nn import functional
 
 from draftsmith.models.drafter_base import DrafterConfig, DraftLayer, FrozenHead, layers_above
 from draftsmith.models.feature_drafter import FeatureDrafter
+from draftsmith.models.onednn_linear import head_product
 from draftsmith.models.vocab import DraftVocab
 
 
@@ -58,6 +60,7 @@ class EagleDrafter(FeatureDrafter):
         self.register_buffer("head_weight", None if weight is None else weight.detach(), persistent=False)
         self.register_buffer("head_bias", None if bias is None else bias.detach(), persistent=False)
         self.scaled = (lambda logits: logits) if head is None else head.scaled
+        self.head_product = None if head is None else head.product
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.stacks = self.make_layers()
 
@@ -76,9 +79,11 @@ class EagleDrafter(FeatureDrafter):
     def head(self, rows: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
         weight: torch.Tensor = self.head_weight  # type: ignore[assignment]
         bias: torch.Tensor | None = self.head_bias  # type: ignore[assignment]
-        if rows is not None:
-            weight, bias = weight[rows], None if bias is None else bias[rows]
-        return lambda outputs: self.scaled(functional.linear(outputs.to(weight.dtype), weight, bias)).float()
+        if rows is None:
+            product = self.head_product or partial(functional.linear, weight=weight, bias=bias)
+        else:
+            product = head_product(weight[rows], None if bias is None else bias[rows])
+        return lambda outputs: self.scaled(product(outputs.to(weight.dtype))).float()
 
     def head_loss(self, outputs: Sequence[torch.Tensor], loss: Callable[..., Any]) -> Any:
         return loss(outputs, self.head_weight, self.head_bias, self.scaled)

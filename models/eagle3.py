@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from draftsmith.models.drafter_base import DrafterConfig, DraftLayer, FrozenHead, layers_above
 from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.layers import RmsNorm
+from draftsmith.models.onednn_linear import head_product
 from draftsmith.models.vocab import DraftVocab
 
 
@@ -92,10 +92,8 @@ class Eagle3Drafter(FeatureDrafter):
         return torch.cat((embedding, feature), dim=-1)
 
     def head(self, rows: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        if rows is None:
-            return lambda outputs: self.lm_head(self.norm(outputs)).float()
-        weight = self.lm_head.weight[rows].detach()
-        return lambda outputs: functional.linear(self.norm(outputs), weight).float()
+        product = (self.head_product or self.lm_head) if rows is None else head_product(self.lm_head.weight[rows])
+        return lambda outputs: product(self.norm(outputs)).float()
 
     def head_loss(self, outputs: Sequence[torch.Tensor], loss: Callable[..., Any]) -> Any:
         return self.lm_head(*(self.norm(each) for each in outputs), loss=loss)

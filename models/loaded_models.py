@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from draftsmith.models.causal_lm import of_draft_model
 from draftsmith.models.checkpoint import load_drafter, provenance, read_drafter_config
 from draftsmith.models.drafter_base import Drafter
-from draftsmith.models.onednn_linear import block_linears, blocked_head
+from draftsmith.models.onednn_linear import block_linears, blocked_head, head_product
 from draftsmith.models.sizes import hardware
 from draftsmith.models.target import Target
 from draftsmith.models.target_attention import attend_grouped
@@ -80,7 +81,9 @@ class LoadedModels:
             drafter = load_drafter(directory, self.target, self.identity, shape.capture_layers)
             if (dtype := drafting_dtype(self.target)) is not None:
                 drafter.round_weights(dtype)
-            for layer in drafter.draft_layers:  # head and fusion read their weights in other ways, too
+            for layer in drafter.draft_layers:
                 block_linears(layer)
+            if isinstance(head := getattr(drafter, "lm_head", None), nn.Linear):  # EAGLE-1 has the target's
+                drafter.head_product = head_product(head.weight)
             self.drafters[directory] = drafter
         return self.drafters[directory]

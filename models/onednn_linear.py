@@ -19,7 +19,8 @@ the embedding that shares them. In bfloat16 the layout for 16 rows is the fastes
 ones of torch; where they are missing or give other numbers, layers stay as they are.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import TypeGuard
 
 import torch
@@ -40,16 +41,16 @@ class BlockedLinear(nn.Module):
     single: torch.Tensor | None  # for one row: a weight, or a layout of it
     bias: torch.Tensor | None
 
-    def __init__(self, linear: nn.Linear, head: bool = False):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, head: bool = False):
         super().__init__()
-        weight = linear.weight.detach()
+        weight = weight.detach()
         size = weight.numel() if weight.dtype == torch.float32 else 0
-        self.register_buffer("blocked", _blocked(weight, 1 if size > LARGE and not head else ROWS))
+        self.register_buffer("blocked", _blocked(weight, 1 if size > LARGE and not head else ROWS), persistent=False)
         single = None
         if 0 < size <= LARGE:
             single = weight if size <= SMALL or on_intel() else _blocked(weight, 1)
-        self.register_buffer("single", single)
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+        self.register_buffer("single", single, persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -69,19 +70,29 @@ def block_linears(module: nn.Module) -> None:
     """Replaces the linear layers inside a module that lies on a CPU, one after another, in place."""
     for name, layer in list(module.named_modules()):
         if _is_plain(layer):
-            module.set_submodule(name, BlockedLinear(layer))
+            module.set_submodule(name, BlockedLinear(layer.weight, layer.bias))
 
 
-def blocked_head(head: nn.Module) -> nn.Module:
-    """The product of a head on a CPU; another head itself."""
-    return BlockedLinear(head, head=True) if _is_plain(head) else head
+def blocked_head(head: nn.Module) -> nn.Module | None:
+    """The product of a plain head on a CPU."""
+    return BlockedLinear(head.weight, head.bias, head=True) if _is_plain(head) else None
+
+
+def head_product(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The product with a head's weight [V, H], for decoding: of a layout of its own on a CPU."""
+    if _fits(weight):
+        return BlockedLinear(weight, bias, head=True)
+    return partial(functional.linear, weight=weight.detach(), bias=bias)
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether it is a linear layer of a CPU: a subclass, of the layer or (in quantised checkpoints) of its weight, may
     compute something else."""
-    plain = type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
-    return plain and layer.weight.device.type == "cpu" and able(layer.weight.dtype)
+    return type(layer) is nn.Linear and type(layer.weight) is nn.Parameter and _fits(layer.weight)
+
+
+def _fits(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and able(weight.dtype)
 
 
 @cache

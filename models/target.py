@@ -151,7 +151,8 @@ class Target:
     @property
     def frozen_head(self) -> FrozenHead:
         """The head, for drafters without their own."""
-        return FrozenHead(self.head_weight, getattr(self.head, "bias", None), partial(scaled_logits, self.config))
+        bias, scaled = getattr(self.head, "bias", None), partial(scaled_logits, self.config)
+        return FrozenHead(self.head_weight, bias, scaled, self.head_product)
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Head, scaling and soft-capping over final states [..., H]: float32 logits [..., V]."""

@@ -25,6 +25,7 @@ from draftsmith.eval.report_page import result_files
 from draftsmith.models import loaded_models
 from draftsmith.models.chat import decode_answer, render_prompt
 from draftsmith.models.loaded_models import LoadedModels
+from draftsmith.models.onednn_linear import BlockedLinear, able
 from draftsmith.models.suffix_automaton import StaticAutomaton
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.vocab import save_token_counts
@@ -191,6 +192,7 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
     assert layers == {main: (2, 3, 4), "lookup": (), "lm": (), "lm cut": (), "cut": (2, 3, 4), "b": (1, 5)}
     vocabularies = {c.name: contenders.loaded_drafting(lineup, c).vocab for c in found if c.proposer != "prompt_lookup"}
     assert [vocabularies[name].size for name in (main, "cut", "lm", "lm cut")] == [60, 16, 320, 50]
+    assert isinstance(lineup.drafters[place / "other/drafter"].head_product, BlockedLinear) or not able(torch.float32)
     # The 16 most frequent of the drafter's tokens 3 to 62, where lower ids were counted more often.
     assert vocabularies["cut"].target_ids.tolist() == list(range(3, 19))
 
