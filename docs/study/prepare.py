@@ -17,6 +17,7 @@ from demos.scenes import scene_at
 from demos.stdlib import KINDS, split_of, stdlib_conversations
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.files.atomic import atomic_write
+from draftsmith.recipes.files.reading import open_bytes
 from draftsmith.recipes.prompts.records import validation_rank
 
 VALIDATION = 48  # conversations
@@ -27,7 +28,8 @@ PICTURES = 2000  # asked about in training
 def shares(conversations: Path, folder: Path) -> None:
     """Writes x1, x2, x4 and x8: the same validation conversations and one to eight eighths of the others, each share
     inside the next, in the order of a hash of their ids."""
-    by_id = {json.loads(line)["id"]: line for line in conversations.read_bytes().splitlines(keepends=True)}
+    with open_bytes(conversations) as lines:
+        by_id = {json.loads(line)["id"]: line for line in lines}
     order = sorted(by_id, key=validation_rank)
     for size in (1, 2, 4, 8):
         share = set(order[: VALIDATION + (len(order) - VALIDATION) * size // 8])

@@ -59,7 +59,7 @@ class Table:
             replaced: "word=value" for some of the table's words, and for `results`.
         """
         if not (ROOT / path).is_file():
-            raise UserError(f"{path}: no such table; there are docs/study/cells.yaml and docs/study/vision.yaml")
+            raise UserError(f"{path}: no such table; docs/study has cells.yaml, smollm2.yaml and vision.yaml")
         content = yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
         words = content["words"] | {"results": content["results"]}
         given = {word: value for word, _, value in (each.partition("=") for each in replaced)}

@@ -284,6 +284,25 @@ def vision(found: Found) -> str:
     return table(head, rows)
 
 
+def real_model(found: Found) -> str:
+    """Of each arm: means over its seeds, and each seed's value where there are several."""
+    rows = []
+    for arm, name in found.names.items():
+        cells = (f"drafter/{arm}/seed{seed}" for seed in SEEDS)
+        lines = [found.lines[cell] for cell in cells if cell in found.lines]
+        row = [name, found.table.arms[arm]["steps"], f"{lines[0]['parameters'] / 1e6:.1f}"]
+        for tree in (TREE, "chain of 4"):
+            seeds = [line["replay"][tree] for line in lines]
+            low, high = (mean(ends) for ends in zip(*(each["tau_interval"] for each in seeds), strict=True))
+            taus = [each["tau"] for each in seeds]
+            own = f" ({', '.join(f'{tau:.2f}' for tau in taus)})" if len(taus) > 1 else ""
+            row.append(bracketed(mean(taus), (low, high)) + own)
+        accuracy = zip(*(line["validation"]["validation_accuracy"] for line in lines), strict=True)
+        rows.append([*map(str, row), ", ".join(f"{100 * mean(step):.0f}" for step in accuracy)])
+    head = ["drafter", "steps", "million parameters", "tau, tree of 60", "tau, chain of 4", "accuracy"]
+    return table(head, rows)
+
+
 # Figures.
 
 Points = Sequence[tuple[float, Estimate | None]]
@@ -335,7 +354,11 @@ STUDY: dict[str, Callable[[Found], str]] = {
     "positions-chain": lambda found: positions(found, CHAIN, 6),
     "positions-tree": lambda found: positions(found, TREE, 8),
 }
-LINES = {"results": ("cells.yaml", STUDY), "vision": ("vision.yaml", {"vision": vision})}  # cells, tables
+LINES = {  # cells, tables
+    "results": ("cells.yaml", STUDY),
+    "smollm2": ("smollm2.yaml", {"real-model": real_model}),
+    "vision": ("vision.yaml", {"vision": vision}),
+}
 
 
 def made(make: Callable[[Found], Any], found: Found, otherwise: Any = NOT_RUN) -> Any:

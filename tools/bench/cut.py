@@ -19,6 +19,7 @@ import torch
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.onednn_linear import head_product
 from draftsmith.models.prompt import DecoderInputs, PlacedInsert
 from draftsmith.models.vocab import DraftVocab
 
@@ -39,13 +40,14 @@ def main() -> None:
     torch.set_num_threads(wanted.threads)
     torch.manual_seed(wanted.seed)
     drafter = random_drafter(wanted.hidden, wanted.vocab).to(wanted.device, getattr(torch, wanted.dtype))
+    drafter.head_product = head_product(drafter.lm_head.weight)  # as `LoadedModels` gives it
     draftings = {"whole": FeatureDrafting(drafter)} | {
         f"{size:,}": FeatureDrafting(drafter, DraftVocab(torch.arange(size), wanted.vocab)) for size in wanted.cuts
     }
     features = torch.randn(
         1, wanted.context, drafter.fc.in_features, device=wanted.device, dtype=drafter.fc.weight.dtype
     )
-    tokens = list(range(wanted.context + 1))
+    tokens = [column % wanted.vocab for column in range(wanted.context + 1)]
     target = Embeddings(torch.randn(wanted.vocab, wanted.hidden, dtype=features.dtype, device=wanted.device))
     fed = torch.arange(wanted.nodes, device=wanted.device)[None]
     seconds: dict[str, list[float]] = defaultdict(list)

