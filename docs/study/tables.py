@@ -290,6 +290,9 @@ def real_model(found: Found) -> str:
     for arm, name in found.names.items():
         cells = (f"drafter/{arm}/seed{seed}" for seed in SEEDS)
         lines = [found.lines[cell] for cell in cells if cell in found.lines]
+        if not lines:
+            rows.append([name, *[NOT_RUN] * 5])
+            continue
         row = [name, found.table.arms[arm]["steps"], f"{lines[0]['parameters'] / 1e6:.1f}"]
         for tree in (TREE, "chain of 4"):
             seeds = [line["replay"][tree] for line in lines]

