@@ -84,6 +84,7 @@ class LoadedModels:
             for layer in drafter.draft_layers:
                 block_linears(layer)
             if isinstance(head := getattr(drafter, "lm_head", None), nn.Linear):  # EAGLE-1 has the target's
+                # On a CPU the layout is a second copy; the weight itself stays for FR-Spec's cuts.
                 drafter.head_product = head_product(head.weight)
             self.drafters[directory] = drafter
         return self.drafters[directory]
