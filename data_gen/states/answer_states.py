@@ -1,7 +1,7 @@
 """Stores the target's states while `draftsmith regenerate` writes answers; then `draftsmith capture` need not run it.
 
 A row's states are written before its conversation's line; rows without a line are made again. After the last answer the
-rows go into shards (`capturing.complete`).
+rows go into shards (`capturing.complete`). A store of earlier answers is taken apart first (`WrittenRows.take_apart`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -124,14 +124,9 @@ def wanted_states(recipe: Recipe, files: TargetFiles) -> WantedStates | None:
     if recipe.data.states is None or generator.kind != "transformers":
         return None
     asked = WantedStates.of(recipe, files)
-    if (store := StoreManifest.read(directory)) is not None:
-        print(
-            f"note: {directory} holds a store already ({store.summary()}); the states of further answers are not "
-            "added. To store them, delete that folder or name another data.states"
-        )
-        return None
-    if (written := StoreManifest.read(directory / WRITTEN)) is not None:
-        written.refuse_if_other(asked.made_of, directory)
+    for folder in (directory, directory / WRITTEN):
+        if (there := StoreManifest.read(folder)) is not None:
+            there.refuse_if_other(asked.made_of, directory)
     return asked
 
 
@@ -141,10 +136,13 @@ def storing(recipe: Recipe, asked: WantedStates, files: TargetFiles, target: Tar
     directory = recipe.states_dir
     made_of = asked.made_of | {"target": asked.target_identity(files, target)}
     with alone_in(directory):
-        written = WrittenRows(directory)
-        if written.manifest is not None:
-            written.manifest.refuse_if_other(made_of, directory)
+        written, store = WrittenRows(directory), StoreManifest.read(directory)
+        for there in filter(None, (store, written.manifest)):
+            there.refuse_if_other(made_of, directory)
         if written.manifest is None or not target_is_whole(directory, written.manifest, verify=False):
             with writing(directory):
                 StoreManifest(made_of, 0, save_target(files, target, directory)).write(written.folder)
+        if store is not None:
+            print(f"{directory}: opened for the states of further answers: {store.summary()}")
+            written.take_apart(store)
         yield AnswerStates(written, asked)

@@ -311,6 +311,7 @@ def writing(place: Path, remedy: str = "run the same command again") -> Iterator
 
 class WrittenRows:
     """Rows whose states were stored while their answers were written: written/manifest.json, written/<key>.safetensors.
+    When further answers are written, those of the store join them.
 
     A row's shard is known only when all answers are, because keys are digests of the answers. A row's file goes when
     its shard is written: a store takes its own space on disk and little more. `draftsmith capture` runs the target for
@@ -329,28 +330,48 @@ class WrittenRows:
         return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
 
     def __contains__(self, row: TrainingRow) -> bool:
-        return self._path(row).exists()
+        return self._path(key_of(row).hex()).exists()
 
     def add(self, row: TrainingRow, parts: Parts) -> None:
         """Writes a row, once. Raises UserError if the disk is full."""
-        if row in self:
-            return
-        with writing(path := self._path(row)), atomic_path(path) as partial:
-            save_file({name: each.contiguous() for name, each in parts.items()}, partial)
+        self._save(self._path(key_of(row).hex()), parts)
 
     def get(self, row: TrainingRow) -> Parts:
         """Empty if the row is not here, or damaged."""
         try:
-            return load_file(self._path(row))
+            return load_file(self._path(key_of(row).hex()))
         except (OSError, SafetensorError):
             return {}
 
     def drop(self, rows: Iterable[TrainingRow]) -> None:
         for row in rows:
-            self._path(row).unlink(missing_ok=True)
+            self._path(key_of(row).hex()).unlink(missing_ok=True)
 
-    def _path(self, row: TrainingRow) -> Path:
-        return self.folder / f"{key_of(row).hex()}.safetensors"
+    def take_apart(self, store: StoreManifest) -> None:
+        """Moves a store's rows here, shard by shard, so that rows of further answers can join them. A kill loses none:
+        the store has its other shards. Damaged shards are dropped. Raises UserError if the disk is full."""
+        directory = self.folder.parent
+        for number, entry in store.shards.items():
+            if problem := file_problem(path := shard_path(directory, number), entry, digest=True):
+                print(f"note: {problem}; its rows are to be captured again")
+            else:
+                shard = load_file(path)
+                keys, starts, last_starts = (shard.pop(name) for name in ("key", "starts", "last_starts"))
+                for row, key in enumerate(keys.numpy()):
+                    ranges = {"captured": starts[row : row + 2].tolist(), "last": last_starts[row : row + 2].tolist()}
+                    parts = {name: each[slice(*ranges[name.split("_")[0]])] for name, each in shard.items()}
+                    self._save(self._path(key.tobytes().hex()), parts)
+            entry_path(directory, number).unlink()
+            path.unlink(missing_ok=True)
+        (directory / MANIFEST).unlink()
+
+    def _save(self, path: Path, parts: Parts) -> None:
+        if not path.exists():
+            with writing(path), atomic_path(path) as partial:
+                save_file({name: each.contiguous() for name, each in parts.items()}, partial)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.safetensors"
 
 
 # Reading.

@@ -15,7 +15,7 @@ from draftsmith.data_gen.answers import generators
 from draftsmith.data_gen.answers.conversation_log import ConversationLog
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.data_gen.states import capturing
-from draftsmith.data_gen.states.store import StoreManifest
+from draftsmith.data_gen.states.store import StoreManifest, WrittenRows
 from draftsmith.data_gen.training_rows.rows import training_rows
 from draftsmith.models.chat import prompt_date, render_prompt
 from draftsmith.models.checkpoint import save_drafter
@@ -399,6 +399,32 @@ def test_capture_adds_what_was_answered_without_states(place: Place, monkeypatch
     capture(place.recipe, *states_of(place))
     assert sorted(ran) == sorted(before)
     assert_as_captured(place)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_states_of_further_answers_join_the_store(place: Place, monkeypatch: pytest.MonkeyPatch, killed: bool) -> None:
+    """Without running the target over what is stored, also where a kill left the store half taken apart."""
+    place.ask(12)
+    tiny = "data.capture.shard_megabytes=0.01"
+    asked = states_of(place, LAYERS, tiny)
+    place.run(*asked, "data.max_prompts=6")
+    assert len(list((place.folder / "states").glob("shard-*.safetensors"))) > 2
+    monkeypatch.setattr(capturing, "states_of", lambda *_: pytest.fail("the target ran over an answer"))
+    if killed:
+        save, saved = WrittenRows._save, list[Path]()
+
+        def save_four(self: WrittenRows, path: Path, parts: Any) -> None:
+            if len(saved) == 4:
+                raise KeyboardInterrupt
+            save(self, path, parts)
+            saved.append(path)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(WrittenRows, "_save", save_four)
+            place.run(*asked)
+    assert "opened for the states of further answers" in place.run(*asked)
+    monkeypatch.undo()
+    assert_as_captured(place, LAYERS, tiny)
 
 
 def zeros(path: Path) -> None:
