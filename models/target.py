@@ -94,7 +94,7 @@ class Target:
     them differently from this file.
     """
 
-    head_product: nn.Module | None = None  # the head's product where decoding has a faster one (`LoadedModels`)
+    head_product: nn.Module | None = None  # the head's product where a faster one was made (`onednn_linear`)
 
     def __init__(self, model: Any, capture_layers: Sequence[int] | None = None):
         self.model = model

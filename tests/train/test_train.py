@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from draftsmith.data_gen import conversations, rank_vocab
+from draftsmith.data_gen.states.store import taught_tokens
 from draftsmith.data_gen.training_rows.rows import TrainingRow
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.replay.recorded_answers import RecordedAnswer
@@ -40,14 +41,16 @@ from draftsmith.train.run import training_inputs
 from draftsmith.train.run.checkpoints import list_checkpoints, run_identity, step_of
 from draftsmith.train.run.engine import Engine
 from draftsmith.train.run.initial_drafter import add_lora, merge_lora
+from draftsmith.train.run.likeliest_tokens import LikeliestTokens
 from draftsmith.train.run.loop import Loop
 from draftsmith.train.run.schedule import Schedule
 from draftsmith.train.run.validation_replay import answers_of
 from tests.conftest import files_of, make_target, make_tokenizer
 from tests.crash_states import flip
 from tests.export_cases import distributions, drafter_named, target_of
+from tests.store_cases import rows_of
 from tests.training_runs import done_path as done_path
-from tests.training_runs import fresh_accelerator, metrics, run_main, train, write_conversations
+from tests.training_runs import fresh_accelerator, metrics, run_main, to_train, train, write_conversations
 from tests.training_runs import recipe_path as recipe_path
 
 
@@ -144,6 +147,28 @@ def test_gradients_are_divided_by_the_columns_of_all_ranks(
     [line] = metrics(train(recipe_path, "train.max_steps=1"))
     alone = metrics(six_steps / "run")[0]
     assert line["grad_norm"] == pytest.approx(alone["grad_norm"] / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("packing", ["false", "true"])
+def test_the_target_s_whole_head_is_multiplied_once_a_row(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str
+) -> None:
+    """Two epochs and four validations give the same numbers as if it always were."""
+    own, logits, multiplied = ["train.max_steps=10", f"train.packing={packing}"], Target.logits, list[int]()
+
+    def counted(self: Target, last: torch.Tensor) -> torch.Tensor:
+        multiplied.append(len(last) if len(last) > 1 else 0)  # single rows are trials of the target
+        return logits(self, last)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LikeliestTokens, "of", lambda *_: None)
+        expected = metrics(train(recipe_path, *own))
+    shutil.rmtree(recipe_path.parent / "run")
+    to_train(recipe_path.parent / "run")
+    monkeypatch.setattr(Target, "logits", counted)
+    for line, always in zip(metrics(train(recipe_path, *own)), expected, strict=True):
+        assert {key: pytest.approx(value, rel=1e-5) for key, value in line.items()} == always
+    assert sum(multiplied) == sum(taught_tokens(row.spans) for row in rows_of(load_recipe(recipe_path)))
 
 
 def test_the_logged_loss_is_that_of_a_column() -> None:

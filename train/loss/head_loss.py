@@ -45,23 +45,35 @@ class Teacher:
         states: [B, C, H] the target's last state, after its final norm, at the position that teaches the column.
         logits: the target's head, from states [..., H] to float32 logits [..., V].
         label_drafted: [B, C] whether the data's token x[t+2] is in the draft vocabulary.
+        drafted_logits: `logits` of the draft vocabulary alone [..., Vd]; None: they are cut from the whole.
+        best: [B, C] int64, filled by `of` with its second result; None: nobody asks for it.
+        knows_best: `best` is filled already: then `drafted_logits` are enough.
     """
 
     states: torch.Tensor
     logits: Callable[[torch.Tensor], torch.Tensor]
     label_drafted: torch.Tensor
+    drafted_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+    best: torch.Tensor | None = None
+    knows_best: bool = False
 
     @torch.no_grad()
-    def of(self, states_NH: torch.Tensor, vocab: DraftVocab) -> tuple[torch.Tensor, torch.Tensor]:
-        """For some of the states: (the target's distribution over the draft vocabulary, renormalised [N, Vd]; its
-        likeliest token as a draft id [N], -1 if the draft vocabulary lacks it)."""
+    def of(self, columns: slice, vocab: DraftVocab) -> tuple[torch.Tensor, torch.Tensor]:
+        """For some of the B * C columns: (the target's distribution over the draft vocabulary, renormalised [N, Vd];
+        its likeliest token as a draft id [N], -1 if the draft vocabulary lacks it)."""
+        states_NH, logits_NV = self.states.flatten(0, 1)[columns], torch.empty(0)
+        known = None if self.best is None else self.best.flatten()[columns]
         # The head stays in the target's own precision: it is the teacher.
         with torch.autocast(states_NH.device.type, enabled=False):
-            logits_NV = self.logits(states_NH)
-        best = vocab.to_draft(likeliest(logits_NV))
-        if not vocab.is_full:
-            logits_NV = logits_NV[:, vocab.target_ids.to(logits_NV.device)]
-        p_NV = functional.softmax(logits_NV, dim=-1)
+            if known is None or not self.knows_best:
+                logits_NV = self.logits(states_NH)
+                best = vocab.to_draft(likeliest(logits_NV))
+                known = best if known is None else known.copy_(best)
+            if self.drafted_logits is not None:
+                logits_NV = self.drafted_logits(states_NH)
+            elif not vocab.is_full:
+                logits_NV = logits_NV[:, vocab.target_ids.to(logits_NV.device)]
+        best, p_NV = known, functional.softmax(logits_NV, dim=-1)
         # A teacher of NaN still teaches: the loss must show it.
         return p_NV, best.masked_fill(p_NV[:, 0].isnan(), 0)
 
@@ -164,13 +176,12 @@ def _chunks(
     steps, device = len(read), read[0].device
     bias = None if bias is None else bias.to(head.dtype)
     outputs = [each.flatten(0, 1) for each in read]  # [N, H] each
-    states = job.teacher.states.flatten(0, 1)
-    columns = len(states)
+    columns = outputs[0].shape[0]
     elements = job.elements or elements_of(device.type)
     size = max(1, min(max(elements // len(head), LEAST_STUDENTS) // steps, columns))
     for begin in range(0, columns, size):
         end = min(begin + size, columns)
-        p, best = job.teacher.of(states[begin:end], job.vocab)
+        p, best = job.teacher.of(slice(begin, end), job.vocab)
         places = [slice(max(0, begin - step), max(0, end - step)) for step in range(steps)]
         students = torch.cat([each[place] for each, place in zip(outputs, places, strict=True)]).to(head.dtype)
         logits, unscaled = _logits(students, head, bias, scaled, dtype, differentiable)

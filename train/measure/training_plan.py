@@ -132,7 +132,11 @@ def _time(run: PlannedRun, steps: int, tera_flops_per_second: float | None) -> t
     padded = computed_tokens(order, rows, section.packing) // len(rows)
     columns = sum(taught_tokens(row.spans) for row in rows) // len(rows)
     of_row = row_flops(section, run.shape, run.files.text_config, run.size, run.reads_states, padded, columns)
-    flops = float(steps * section.gradient_accumulation_steps * section.batch_size * of_row)
+    read = steps * section.gradient_accumulation_steps * section.batch_size
+    flops = float(read * of_row)
+    if run.processes == 1:  # `train.run.likeliest_tokens`
+        left_out = (run.shape.vocab_size - run.shape.draft_vocab_size) * run.shape.hidden_size
+        flops -= 2 * left_out * columns * max(0, read - len(rows))
     if tera_flops_per_second is not None:
         reached, basis = tera_flops_per_second * 1e12, f"--flops {tera_flops_per_second:g}"
     elif run.device.type == "cpu":

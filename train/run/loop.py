@@ -41,6 +41,7 @@ from draftsmith.train.run.checkpoints import (
     step_of,
 )
 from draftsmith.train.run.engine import Engine
+from draftsmith.train.run.likeliest_tokens import LikeliestTokens
 from draftsmith.train.run.processes import StopRequest, failing_together
 from draftsmith.train.run.run_log import MetricsLog, Trackers, tracer
 from draftsmith.train.run.schedule import Schedule
@@ -93,6 +94,10 @@ class Loop:
         self.vocab, self.drafter_dtype = drafter.vocab, drafter.dtype
         lengths = [len(row.input_ids) for row in self.rows]
         self.order = self.states.ordered(BatchOrder(lengths, self.section.batch_size, self.section.seed))
+        micro_batches = self.schedule.steps * self.schedule.micro_batches_per_step
+        # Several ranks see other rows in each epoch.
+        again = self.schedule.ranks == 1 and micro_batches > self.order.batches_per_epoch
+        self.likeliest = LikeliestTokens.of(self.target, self.vocab) if again else None
         self.window = Tally.empty(self.unroll_steps, self.accelerator.device)  # since the last logged step
         peak = self.peak_tokens_per_second
         self.meter = ThroughputMeter(self.accelerator.device, peak and peak * self.schedule.ranks)
@@ -268,11 +273,16 @@ class Loop:
         row = batch.one_row
         with record_function("teacher"):
             teacher = teacher_of(self.target, last, row.ids, columns, self.vocab)
+            if self.likeliest is not None:
+                teacher = self.likeliest.informed(teacher, row.rows)
         if draws is not None and self.section.feature_noise:
             captured = add_noise(captured, self.section.feature_noise, row.lengths, draws, row.documents)
         with record_function("unroll and loss"):
             inputs = self.target.inputs(row.ids, row.position, row.inserts, self.drafter_dtype)
-            return trainee(captured, inputs, columns, teacher, row.documents)
+            sums = trainee(captured, inputs, columns, teacher, row.documents)
+        if self.likeliest is not None:
+            self.likeliest.keep(teacher, row, columns)
+        return sums
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from draftsmith.models.chat import prompt_date
 from draftsmith.models.checkpoint import current_folder, provenance, save_drafter
 from draftsmith.models.formats.exporting import check_export
 from draftsmith.models.formats.named_drafters import with_start
+from draftsmith.models.onednn_linear import blocked_head
 from draftsmith.models.sizes import device_here
 from draftsmith.models.target import Target, device_name
 from draftsmith.models.target_files import TargetFiles, check_evaluation
@@ -101,6 +102,7 @@ def build(recipe: Recipe, files: TargetFiles, profile_steps: int | None) -> Loop
     if accelerator.device.type == "cpu" and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
         print(f"note: one thread on {cores} cores; accelerate launch --num_cpu_threads_per_process {cores} uses all")
     target, states = target_and_states(inputs, accelerator, recipe.train)
+    target.head_product = blocked_head(target.head)
     shape = replace(inputs.shape, embedding_scale=target.embedding_scale)
     identity = files.identity_of(target)
     drafter = new_drafter(recipe.drafter, shape, inputs.vocab, target, identity).to(accelerator.device)
