@@ -50,7 +50,7 @@ DEFAULT_CANDIDATES = (
     *(
         {"policy": "eagle2", "nodes": nodes, "draft_calls": calls, "top_k": top_k}
         for nodes, fewest, most, top_k in (
-            *((8, 3, 4, 4), (16, 4, 6, 4), (24, 4, 6, 8)),
+            *((6, 2, 3, 4), (8, 3, 4, 4), (16, 4, 6, 4), (24, 4, 6, 8)),
             *((32, 4, 6, 8), (48, 5, 7, 10), (60, 4, 8, 10)),
         )
         for calls in range(fewest, most + 1)

@@ -42,7 +42,9 @@ from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.json_text import json_object
 from draftsmith.recipes.sections.eval import CHAINS, TreeSection
 
-PROBED_NODES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # nodes to probe, up to the largest tree's
+# Nodes to probe, up to the largest tree's. A CPU's kernels take some rows at once: six of float32 with AVX-512, where
+# seven take a sixth longer (LOG.md, 2026-11-29).
+PROBED_NODES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 BUSY = 0.2  # interquartile range over median of plain rounds; 0.35 and 0.46 with 18 processes on two cores
 PLAIN_PROBE = ""  # plain decoding's name among the probes
 BEAMS = ("eagle2", "ddd", "svip_tree")
@@ -177,8 +179,8 @@ def probe_trees(trees: Sequence[TreeSection]) -> dict[str, TreeSection]:
     """Named trees that never stop early, from which the costs of all rounds of `trees` follow.
 
     Of every family one, two and the most calls, with as many nodes as the calls may propose (from the second on, all
-    calls cost alike); and in the family with the largest trees all of PROBED_NODES. With a strict C2T classifier, whose
-    frontier is smaller, drafting is predicted somewhat too slow.
+    calls cost alike), and of chains five, which give six nodes; in the family with the largest trees all of
+    PROBED_NODES. With a strict C2T classifier, whose frontier is smaller, drafting is predicted somewhat too slow.
     """
     families: dict[str, list[TreeSection]] = {}
     for tree in trees:
@@ -191,7 +193,8 @@ def probe_trees(trees: Sequence[TreeSection]) -> dict[str, TreeSection]:
         if one.policy == "static":
             found.append(one)
             continue
-        found += [_endless(one, few, min(nodes, _capacity(one, few))) for few in sorted({1, min(2, calls), calls})]
+        probed = {1, min(2, calls), min(5, calls) if one.policy in CHAINS else calls, calls}
+        found += [_endless(one, few, min(nodes, _capacity(one, few))) for few in sorted(probed)]
         if one.policy in BEAMS:
             widest.append(_endless(one, calls, nodes))
     if widest:

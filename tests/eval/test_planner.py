@@ -190,8 +190,8 @@ def test_what_was_measured_here_is_not_measured_again(tmp_path: Path, monkeypatc
     round_costs.keep_known(path, "a", known)
     again = round_costs.read_known(path, "a")
     assert measured(again, 2) == costs and not timed  # to the last digit
-    measured(again, 2, 9, deadline=0.0)  # chains of 1, 2 and 8 tokens; the first is known
-    assert timed == ["probe"] * 2 and len(again) == 4  # one pass, however little time there is
+    measured(again, 2, 9, deadline=0.0)  # chains of 1, 2, 5 and 8 tokens; the first is known
+    assert timed == ["probe"] * 3 and len(again) == 5  # one pass, however little time there is
     for key in map(str, range(round_costs.KEPT)):
         round_costs.keep_known(path, key, again)
     assert round_costs.read_known(path, "0") == again and not round_costs.read_known(path, "a")  # the oldest goes
