@@ -1,23 +1,36 @@
 """Stores the target's states while `draftsmith regenerate` writes answers; then `draftsmith capture` need not run it.
 
 A row's states are written before its conversation's line; rows without a line are made again. After the last answer the
-rows go into shards (`capturing.complete`). A store of earlier answers is taken apart first (`WrittenRows.take_apart`).
+rows go into shards (`capturing.complete`). A store of earlier answers is taken apart before the first row is written
+(`WrittenRows.take_apart`), if it has no others' rows.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 
 import torch
 
 from draftsmith.data_gen.states.capturing import WantedStates
-from draftsmith.data_gen.states.store import WRITTEN, Encoded, Encoding, StoreManifest, WrittenRows, writing
+from draftsmith.data_gen.states.store import (
+    WRITTEN,
+    Encoded,
+    Encoding,
+    StoreManifest,
+    WrittenRows,
+    key_of,
+    keys_in,
+    writing,
+)
 from draftsmith.data_gen.states.stored_target import save_target, target_is_whole
-from draftsmith.data_gen.training_rows.rows import Turn, is_usable, rows_of
+from draftsmith.data_gen.training_rows.rows import Turn, is_usable, rows_of, usable_rows
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.target import Target
 from draftsmith.models.target_files import TargetFiles
 from draftsmith.models.target_session import TargetSession
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
+from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 
 
@@ -92,8 +105,9 @@ class RecordingSession(TargetSession):
 class AnswerStates:
     """The states of answers under way."""
 
-    def __init__(self, written: WrittenRows, wanted: WantedStates):
-        self.written, self.wanted = written, wanted
+    def __init__(self, written: WrittenRows, wanted: WantedStates, prepare: Callable[[], None]):
+        """`prepare` is called before the first row is written: a run may have nothing to write."""
+        self.written, self.wanted, self._prepare = written, wanted, cache(prepare)
         # By conversation, its turns. A turn that the next one continues needs no states: the next one has them, too.
         self._turns: dict[str, list[tuple[Turn, Encoded | None]]] = {}
 
@@ -115,6 +129,7 @@ class AnswerStates:
         rows = rows_of(conversation_id, [turn for turn, _ in turns])
         for row, states in zip(rows, [each for _, each in turns if each is not None], strict=True):
             if is_usable(row):
+                self._prepare()
                 self.written.add(row, self.wanted.parts(row, states))
 
 
@@ -124,9 +139,19 @@ def wanted_states(recipe: Recipe, files: TargetFiles) -> WantedStates | None:
     if recipe.data.states is None or generator.kind != "transformers":
         return None
     asked = WantedStates.of(recipe, files)
-    for folder in (directory, directory / WRITTEN):
-        if (there := StoreManifest.read(folder)) is not None:
-            there.refuse_if_other(asked.made_of, directory)
+    store = StoreManifest.read(directory)
+    for there in filter(None, (store, StoreManifest.read(directory / WRITTEN))):
+        there.refuse_if_other(asked.made_of, directory)
+    if store is not None:
+        own = set[bytes]()
+        with suppress(UserError):  # nothing is answered yet
+            own.update(map(key_of, usable_rows(recipe, files, Rejects())))
+        if not keys_in(directory, store) <= own:
+            print(
+                f"note: {directory} has states of other conversations ({store.summary()}); those of further answers "
+                "are not added. To store them, name another data.states"
+            )
+            return None
     return asked
 
 
@@ -139,10 +164,15 @@ def storing(recipe: Recipe, asked: WantedStates, files: TargetFiles, target: Tar
         written, store = WrittenRows(directory), StoreManifest.read(directory)
         for there in filter(None, (store, written.manifest)):
             there.refuse_if_other(made_of, directory)
-        if written.manifest is None or not target_is_whole(directory, written.manifest, verify=False):
-            with writing(directory):
-                StoreManifest(made_of, 0, save_target(files, target, directory)).write(written.folder)
-        if store is not None:
-            print(f"{directory}: opened for the states of further answers: {store.summary()}")
-            written.take_apart(store)
-        yield AnswerStates(written, asked)
+
+        def prepare() -> None:
+            if written.manifest is None or not target_is_whole(directory, written.manifest, verify=False):
+                whole = store is not None and target_is_whole(directory, store, verify=False)
+                with writing(directory):
+                    entries = store.files if store is not None and whole else save_target(files, target, directory)
+                    StoreManifest(made_of, 0, entries).write(written.folder)
+            if store is not None:
+                print(f"{directory}: opened for the states of further answers: {store.summary()}")
+                written.take_apart(store)
+
+        yield AnswerStates(written, asked, prepare)

@@ -259,6 +259,18 @@ def entry_path(directory: Path, number: int) -> Path:
     return shard_path(directory, number).with_suffix(".json")
 
 
+def keys_in(directory: Path, manifest: StoreManifest) -> set[bytes]:
+    """Of the rows in the shards that are there. Raises UserError for a shard that cannot be read."""
+    found = set[bytes]()
+    for number in manifest.shards:
+        try:
+            with safe_open(path := shard_path(directory, number), framework="pt") as shard:
+                found |= {key.tobytes() for key in shard.get_tensor("key").numpy()}
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: damaged: {first_line(error)}; {REPAIR}") from None
+    return found
+
+
 # Writing.
 
 Parts = dict[str, torch.Tensor]  # the stored, encoded states of a row, by their names in a shard
@@ -421,6 +433,7 @@ class Store:
         self.capture_layers: tuple[int, ...] = tuple(manifest.made_of["capture_layers"])
         self.picture_states: bool = manifest.made_of["picture_states"]
         self._verified: set[int] = set()
+        self._files: dict[int, tuple[int, int]] = {}  # inode and time of each shard when it was first opened
         self._opened = lru_cache(OPEN_SHARDS)(self._open)  # a process may not open many files
         self._places: dict[bytes, tuple[int, int]] = {}  # key -> (shard, row in it)
         for number in manifest.shards:
@@ -458,8 +471,12 @@ class Store:
             return RowStates(captured, part("captured_scale", starts), last, part("last_scale", last_starts))
 
     def _open(self, number: int) -> tuple[Any, list[int], list[int]]:
-        """(file, starts, last_starts) of a shard."""
-        shard: Any = safe_open(self._path(number), framework="pt")
+        """(file, starts, last_starts) of a shard. Raises UserError if the store was made anew meanwhile."""
+        path = self._path(number)
+        file = path.stat()
+        if self._files.setdefault(number, (file.st_ino, file.st_mtime_ns)) != (file.st_ino, file.st_mtime_ns):
+            raise UserError(f"{path}: replaced since this run began to read it; start the run again")
+        shard: Any = safe_open(path, framework="pt")
         return shard, shard.get_tensor("starts").tolist(), shard.get_tensor("last_starts").tolist()
 
     @contextmanager

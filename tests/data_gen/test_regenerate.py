@@ -427,6 +427,17 @@ def test_states_of_further_answers_join_the_store(place: Place, monkeypatch: pyt
     assert_as_captured(place, LAYERS, tiny)
 
 
+def test_a_store_of_other_conversations_stays_and_one_with_nothing_to_add(place: Place) -> None:
+    place.ask(6, {"id": "long", "messages": [{"role": "user", "content": "the cat " * 300}]})
+    place.run(*states_of(place))
+    shards = {path: path.stat().st_ino for path in (place.folder / "states").rglob("*") if path.is_file()}
+    assert "1 rejected" in place.run(*states_of(place))  # it is asked each time
+    place.ask(9)
+    printed = place.run(*states_of(place), f"data.conversations={place.folder / 'others.jsonl'}")
+    assert "has states of other conversations (" in printed and "not added" in printed
+    assert shards == {path: path.stat().st_ino for path in (place.folder / "states").rglob("*") if path.is_file()}
+
+
 def zeros(path: Path) -> None:
     path.write_bytes(b"\0" * path.stat().st_size)  # as a power cut may leave it
 

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from draftsmith.data_gen.states import capturing
+from draftsmith.data_gen.states import store as stores_module
 from draftsmith.data_gen.states.capturing import Capture
 from draftsmith.data_gen.states.store import (
     ENCODINGS,
@@ -362,6 +363,18 @@ def test_damaged_files_are_named_and_written_anew(
     assert f"{copy / name}: " in said and problem in said and "draftsmith capture --verify" in said
     capture(recipe_path, f"data.states={copy}", "--verify")
     assert state_of(copy) == state_of(store)
+
+
+def test_a_store_made_anew_is_not_read_on(recipe_path: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores_module, "OPEN_SHARDS", 1)
+    store, rows = Store(copy), rows_of(load_recipe(recipe_path))
+    assert len([store.read(row) for row in rows]) == CONVERSATIONS
+    for path in copy.glob("shard-*.safetensors"):
+        shutil.copy2(path, copy / "again")
+        (copy / "again").replace(path)
+    with pytest.raises(UserError, match="replaced since this run began to read it"):
+        for row in rows:
+            store.read(row)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"kind": "c2t"}'])

@@ -48,7 +48,7 @@ from draftsmith.train.run.validation_replay import answers_of
 from tests.conftest import files_of, make_target, make_tokenizer
 from tests.crash_states import flip
 from tests.export_cases import distributions, drafter_named, target_of
-from tests.store_cases import rows_of
+from tests.store_cases import capture, rows_of
 from tests.training_runs import done_path as done_path
 from tests.training_runs import fresh_accelerator, metrics, run_main, to_train, train, write_conversations
 from tests.training_runs import recipe_path as recipe_path
@@ -154,7 +154,9 @@ def test_the_target_s_whole_head_is_multiplied_once_a_row(
     recipe_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str
 ) -> None:
     """Two epochs and four validations give the same numbers as if it always were."""
-    own, logits, multiplied = ["train.max_steps=10", f"train.packing={packing}"], Target.logits, list[int]()
+    states, logits, multiplied = f"data.states={recipe_path.parent / 'states'}", Target.logits, list[int]()
+    capture(recipe_path, states)
+    own = ["train.max_steps=10", f"train.packing={packing}", states]
 
     def counted(self: Target, last: torch.Tensor) -> torch.Tensor:
         multiplied.append(len(last) if len(last) > 1 else 0)  # single rows are trials of the target

@@ -46,7 +46,7 @@ class Teacher:
         logits: the target's head, from states [..., H] to float32 logits [..., V].
         label_drafted: [B, C] whether the data's token x[t+2] is in the draft vocabulary.
         drafted_logits: `logits` of the draft vocabulary alone [..., Vd]; None: they are cut from the whole.
-        best: [B, C] int64, filled by `of` with its second result; None: nobody asks for it.
+        best: [B, C] int64, filled by `of`: the likeliest tokens as draft ids; None: nobody asks for them.
         knows_best: `best` is filled already: then `drafted_logits` are enough.
     """
 

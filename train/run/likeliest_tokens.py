@@ -19,6 +19,8 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.loss.head_loss import Teacher
 from draftsmith.train.run.batches import MicroBatch
 
+NOT_SEEN = -2  # by the loss; -1 is a token that cannot be drafted
+
 
 class LikeliestTokens:
     """Of the rows seen so far, 4 bytes for each column that counts."""
@@ -29,9 +31,12 @@ class LikeliestTokens:
 
     @classmethod
     def of(cls, target: Target, vocab: DraftVocab) -> "LikeliestTokens | None":
-        """None if they save nothing, or if the head is more than a matrix."""
+        """None if they save nothing, or if the head is more than a float32 matrix: in lower precision a token may be
+        the likeliest in one batch and not in another."""
         head = target.head
-        if vocab.is_full or type(head) is not nn.Linear:
+        if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter:
+            return None
+        if vocab.is_full or target.dtype != torch.float32:
             return None
         ids = vocab.target_ids.to(target.device)
         product = head_product(head.weight.detach()[ids], None if head.bias is None else head.bias.detach()[ids])
@@ -43,12 +48,12 @@ class LikeliestTokens:
         if len(known) == len(rows):
             best, knows = torch.cat(known)[None].long(), True
         else:
-            best, knows = torch.empty(teacher.states.shape[:2], dtype=torch.long, device=teacher.states.device), False
+            best, knows = torch.full(teacher.states.shape[:2], NOT_SEEN, device=teacher.states.device), False
         return replace(teacher, drafted_logits=self.drafted_logits, best=best, knows_best=knows)
 
     def keep(self, teacher: Teacher, batch: MicroBatch, columns: Columns) -> None:
         """After the loss of a micro-batch's `one_row` with that teacher."""
-        if teacher.best is None or teacher.knows_best:
+        if teacher.best is None or teacher.knows_best or bool((teacher.best == NOT_SEEN).any()):
             return
         runs = columns.runs(batch.documents)
         counts = [sum(run.end - run.first for run in runs if run.start == start) for _, start, _ in batch.places]

@@ -2,7 +2,8 @@
 
 A step's loss is a sum over counted columns divided by their number in the global batch (all micro-batches, all ranks),
 so splitting a batch differently changes no gradient. A step is a function of (weights, optimiser state, step number). A
-run that is resumed from a checkpoint therefore continues bit for bit, on one process and on two.
+run that is resumed from a checkpoint therefore continues bit for bit, on one process and on two (unless two tokens of
+`LikeliestTokens` tie to within float32's rounding).
 """
 
 import math
@@ -95,8 +96,10 @@ class Loop:
         lengths = [len(row.input_ids) for row in self.rows]
         self.order = self.states.ordered(BatchOrder(lengths, self.section.batch_size, self.section.seed))
         micro_batches = self.schedule.steps * self.schedule.micro_batches_per_step
-        # Several ranks see other rows in each epoch.
-        again = self.schedule.ranks == 1 and micro_batches > self.order.batches_per_epoch
+        # Several ranks see other rows in each epoch. A target that runs rounds a row's states by its batch.
+        again = (
+            self.schedule.ranks == 1 and micro_batches > self.order.batches_per_epoch and self.inputs.store is not None
+        )
         self.likeliest = LikeliestTokens.of(self.target, self.vocab) if again else None
         self.window = Tally.empty(self.unroll_steps, self.accelerator.device)  # since the last logged step
         peak = self.peak_tokens_per_second
