@@ -134,7 +134,7 @@ def _time(run: PlannedRun, steps: int, tera_flops_per_second: float | None) -> t
     of_row = row_flops(section, run.shape, run.files.text_config, run.size, run.reads_states, padded, columns)
     read = steps * section.gradient_accumulation_steps * section.batch_size
     flops = float(read * of_row)
-    if run.processes == 1:  # `train.run.likeliest_tokens`
+    if run.processes == 1 and run.reads_states and run.size.dtype == torch.float32:  # `train.run.likeliest_tokens`
         left_out = (run.shape.vocab_size - run.shape.draft_vocab_size) * run.shape.hidden_size
         flops -= 2 * left_out * columns * max(0, read - len(rows))
     if tera_flops_per_second is not None:
