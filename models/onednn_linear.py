@@ -1,7 +1,7 @@
 """Weights of linear layers as oneDNN wants them: faster products of few rows on a CPU.
 
 PyTorch's product rearranges a weight for its kernel at each call, which for the few tokens of a verification takes as
-long as the product itself. Here it is done once, when the model is loaded for decoding.
+long as the product itself. Here it is done once, when the model is loaded. Training has the target's head so, too.
 
 Plain decoding, of one row, must not pay for that, or drafting would seem to gain more than it does. So in float32 the
 layout depends on the layer's size (LOG.md, 2026-11-26 and 2026-11-29, has the times):

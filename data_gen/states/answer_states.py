@@ -167,9 +167,9 @@ def storing(recipe: Recipe, asked: WantedStates, files: TargetFiles, target: Tar
 
         def prepare() -> None:
             if written.manifest is None or not target_is_whole(directory, written.manifest, verify=False):
-                whole = store is not None and target_is_whole(directory, store, verify=False)
+                there = store is not None and target_is_whole(directory, store, verify=False)
                 with writing(directory):
-                    entries = store.files if store is not None and whole else save_target(files, target, directory)
+                    entries = store.files if there and store else save_target(files, target, directory)
                     StoreManifest(made_of, 0, entries).write(written.folder)
             if store is not None:
                 print(f"{directory}: opened for the states of further answers: {store.summary()}")

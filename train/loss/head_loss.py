@@ -61,19 +61,20 @@ class Teacher:
     def of(self, columns: slice, vocab: DraftVocab) -> tuple[torch.Tensor, torch.Tensor]:
         """For some of the B * C columns: (the target's distribution over the draft vocabulary, renormalised [N, Vd];
         its likeliest token as a draft id [N], -1 if the draft vocabulary lacks it)."""
-        states_NH, logits_NV = self.states.flatten(0, 1)[columns], torch.empty(0)
-        known = None if self.best is None else self.best.flatten()[columns]
+        states_NH = self.states.flatten(0, 1)[columns]
         # The head stays in the target's own precision: it is the teacher.
         with torch.autocast(states_NH.device.type, enabled=False):
-            if known is None or not self.knows_best:
+            if self.best is None or self.drafted_logits is None:
                 logits_NV = self.logits(states_NH)
                 best = vocab.to_draft(likeliest(logits_NV))
-                known = best if known is None else known.copy_(best)
-            if self.drafted_logits is not None:
+                if not vocab.is_full:
+                    logits_NV = logits_NV[:, vocab.target_ids.to(logits_NV.device)]
+            else:
+                best = self.best.flatten()[columns]
+                if not self.knows_best:
+                    best.copy_(vocab.to_draft(likeliest(self.logits(states_NH))))
                 logits_NV = self.drafted_logits(states_NH)
-            elif not vocab.is_full:
-                logits_NV = logits_NV[:, vocab.target_ids.to(logits_NV.device)]
-        best, p_NV = known, functional.softmax(logits_NV, dim=-1)
+        p_NV = functional.softmax(logits_NV, dim=-1)
         # A teacher of NaN still teaches: the loss must show it.
         return p_NV, best.masked_fill(p_NV[:, 0].isnan(), 0)
 
